@@ -1,7 +1,7 @@
 """Run the verbs of the command line from Python: plan, tune, train, evaluate, bench, export, generate.
 
 Each takes a configuration as a `Config`, as a mapping with the keys of the YAML, or as the path of a YAML file, and
-returns the objects that the command line prints. A `UserError` has what is refused, why, and what to do; nothing was
+returns the objects that the command line prints. A `UserError` has request, reason and remedy; nothing was
 written then. A `RunError` is a run that failed. docs/python.md has examples.
 """
 
@@ -42,16 +42,16 @@ OWN_OPTIMIZER = "own-optimizer"  # the technique
 
 
 class Callback(Protocol):
-    """What a run calls on its first rank; a subclass overrides what it needs. An exception ends the run."""
+    """Callbacks of a run on its first rank; override the methods you need. An exception ends the run."""
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Receive a logged step (`train.log_every`): loss, lr, tokens_per_s ..., as metrics.jsonl has them."""
+        """Receive a logged step (`train.log_every`): loss, lr, tokens_per_s ..., as in metrics.jsonl."""
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Receive an evaluation: eval_loss in nats a target token (of dpo: a pair), eval_target_tokens."""
+        """Receive an evaluation: eval_loss in nats per target token (dpo: per pair), eval_target_tokens."""
 
     def save(self, step: int, checkpoint: Path) -> None:
-        """Receive the folder of a checkpoint that is complete."""
+        """Receive the folder of a complete checkpoint."""
 
 
 class Plan(NamedTuple):
@@ -66,7 +66,7 @@ def _config(given: Configuration) -> Config:
     """Return a checked configuration.
 
     Raises:
-        ConfigError: a key, a type or a value that is not known, with the nearest that is.
+        ConfigError: an unknown key, type or value, with the nearest valid one.
     """
     from optrush.objectives.plugged import refuse_while_importing
 
@@ -91,14 +91,14 @@ def _config(given: Configuration) -> Config:
 
 
 def plan(config: Configuration, hardware: str = "auto", *, keep_maths: bool = False) -> Plan:
-    """Predict memory (bytes) and speed (tokens a second) of a configuration, and find better ones; builds nothing.
+    """Predict memory (bytes) and speed (tokens per second) of a configuration, and find better ones; builds nothing.
 
     Args:
         hardware: auto (this machine), h200, 2xh200, 4090, cpu, ...
-        keep_maths: leave out techniques that change what is computed.
+        keep_maths: skip techniques that change the maths.
 
     Raises:
-        UserError: neither it nor any other set of techniques can be planned.
+        UserError: no set of techniques can be planned.
 
     Example:
         >>> plan("first.yaml", "h200").prediction.peak_bytes
@@ -130,13 +130,13 @@ def train(
     Args:
         rows: the data, in place of `data.path`: mappings such as {"messages": [...]}, {"prompt": ..., "completion":
             ...}, {"text": ...}. They are written to a file in the cache, so any length will do.
-        eval_rows: held-out rows, in place of `data.eval`.
+        eval_rows: held-out rows that replace `data.eval`.
         loss: in place of the objective's loss (pretrain, sft, and orpo for pairs): a function (see `Loss`), a `partial`
             of one, or a name such as "focal.py:focal". Checkpoints do not contain it.
         optimizer: a subclass of torch.optim.Optimizer, or a class of docs/optimizer.md; a `partial`, or a name.
         callbacks: see `Callback`.
-        resume: "auto" goes on from the newest intact checkpoint, a folder from that one.
-        allow_change: fields that may have changed since, as --allow-change.
+        resume: "auto" resumes from the newest intact checkpoint, a folder from that one.
+        allow_change: fields that may have changed, like --allow-change.
 
     Returns:
         `code` (0 done, 143 stopped by a signal and resumable), `output`, `evals` (held-out losses), seconds, tokens.
@@ -197,7 +197,7 @@ def _with_rows(
 
 
 def _stored(rows: Iterable[Mapping[str, Any]], name: str, cache: str | None) -> str:
-    """Write rows as JSON Lines to the cache, under the hash of what they hold; return the file's path."""
+    """Write rows as JSON Lines to the cache, under their hash; return the file's path."""
     from optrush.data.tokenize import cache_root
 
     folder = cache_root(cache) / "rows"
@@ -229,12 +229,12 @@ def evaluate(
     """Measure a model's loss on held-out data, packed, as `optrush eval` does.
 
     Args:
-        model: another model's folder, such as OUTPUT/model; the configuration's own, which is what a run began from.
-        data: another file of rows; what the configuration holds out (`data.eval`), else all its data.
+        model: another model's folder, such as OUTPUT/model; default: the configuration's initial model.
+        data: another file of rows; default: the held-out data (`data.eval`), else all data.
         loss: as of `train`.
 
     Returns:
-        `loss` (mean nats a target token), `targets` (their number), `figures` (other metrics of the objective).
+        `loss` (mean nats per target token), `targets` (their number), `figures` (other metrics of the objective).
 
     Raises:
         UserError: something must be changed.
@@ -273,10 +273,10 @@ def bench(
     Args:
         ladder: config (the configuration's own techniques), single-gpu, cpu-demo ..., or a YAML file.
         repeats: processes a rung; the ladder's own number if not given.
-        limit_s: seconds that one process may take at most.
+        limit_s: maximum seconds of one process.
         cumulative_only: skip the rungs that remove one technique.
-        resume: go on with a bench that was stopped.
-        loss, optimizer: as of `train`, at the top level of a file: fresh processes import it.
+        resume: continue a stopped bench.
+        loss, optimizer: as for `train`, defined at the top level of a file, because fresh processes import it.
 
     Returns:
         A record a rung: tokens_per_s, peak_bytes, predicted_*, verdict, error; of whole runs held_out.
@@ -306,7 +306,7 @@ def tune(
 
     Args:
         out: the YAML to write; the records are in the folder of its name without the suffix.
-        budget_s: seconds that all processes together may take.
+        budget_s: maximum seconds of all processes together.
         ranks: processes on this machine, one per GPU.
         loss, optimizer: as of `bench`.
 
@@ -338,7 +338,7 @@ def export(
         out: folder to write (default RUN/model).
         checkpoint: a step or a folder; the best, else the newest intact one.
         dtype: float32, bfloat16 or float16; as trained if not given.
-        adapter: export the adapter alone, in PEFT's format, in place of merged weights.
+        adapter: export only the adapter, in PEFT's format, instead of merged weights.
 
     Raises:
         UserError: no run there, or no such checkpoint.
@@ -372,7 +372,7 @@ def generate(
         An answer a prompt: `text`, `tokens` (their number), `finish` (stop, length).
 
     Raises:
-        UserError: no such model, or a prompt that it cannot take; nothing was generated.
+        UserError: no such model, or an invalid prompt; nothing was generated.
 
     Example:
         >>> generate("runs/first", ["How do I cook rice?"], sampling=Sampling(greedy=True))[0].text

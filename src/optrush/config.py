@@ -1,8 +1,8 @@
 """Parse the YAML of a run into one frozen, strict model. Inert: no I/O, no torch, no rules between fields.
 
 Text -> `parse_yaml` (values, and the line of each) -> flags laid over them -> `Config`. Every mistake becomes one
-ConfigError that names file, line and the nearest name. Aliases are refused: a training file has no use for them, and
-they are how a small YAML becomes a large one.
+ConfigError with file, line and the nearest name. Aliases are rejected: a training file has no use for them, and
+they let a small YAML expand to a large one.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ Keys = tuple[str | int, ...]  # the place of a value in the YAML
 _KINDS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")
 _TEXT = "tag:yaml.org,2002:str"
 _PLAIN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in _KINDS)
-_KEY_TAGS = ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")  # of the keys << and =
+_KEY_TAGS = ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")  # the keys << and =
 _UNPAIRED = re.compile("[\ud800-\udfff]")
 LOGIN = re.compile(r"(?<=://)[^/\s@]+@")  # user:password@ of an address, or a token alone
 # YAML 1.1 reads 1e-5 as text; it is meant as a number.
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
-# It reads these as numbers of base 60, 8 and 2, which YAML 1.2 and most people do not.
+# It reads these as numbers of base 60, 8 and 2; YAML 1.2 and most people do not.
 _OTHER_BASE = re.compile(r"[-+]?(\d[\d_]*:.*|0[0-7_]+|0b[01_]+)\Z")
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that `parse_yaml` would take for a number."""
+    """Quotes text that `parse_yaml` would read as a number."""
 
 
 _Dumper.add_representer(
@@ -55,13 +55,13 @@ _Dumper.add_representer(
 )
 
 
-# Characters; keys and values; mappings and lists in each other. The slowest text within them is read in about 2 s.
+# Characters; keys and values; nesting depth. The slowest text within them takes about 2 s.
 LONGEST_YAML, MOST_VALUES, DEEPEST_YAML = 1 << 20, 50_000, 32
 ELSEWHERE = "move the data to files; name them, their folder or a pattern in `data.path`"
 
 
 class _RefusedNode(yaml.MarkedYAMLError):
-    """What a configuration may not contain, although it is YAML."""
+    """A YAML feature that a configuration may not use."""
 
     def __init__(self, mark: Any, found: str, do: str) -> None:
         super().__init__(problem=found, problem_mark=mark)
@@ -69,7 +69,7 @@ class _RefusedNode(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses aliases, deep nesting and too many values while it reads, before they can take memory or the stack."""
+    """Rejects aliases, deep nesting and too many values while reading, before they use up memory or the stack."""
 
     depth, values, most = 0, 0, MOST_VALUES
 
@@ -90,13 +90,13 @@ class _Loader(yaml.SafeLoader):
 
 
 class _OwnLoader(_Loader):
-    """Reads what `dump_config` wrote, however many values it has."""
+    """Reads the output of `dump_config`, with any number of values."""
 
     most = sys.maxsize
 
 
 class StrictModel(BaseModel):
-    """Base of what is read from YAML: frozen, no unknown keys, no conversions, finite numbers."""
+    """Base class of all YAML sections: frozen, no unknown keys, no conversions, finite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -136,51 +136,51 @@ def _short_model(value: object) -> object:
 
 
 class Model(StrictModel):
-    """Which model: a Hugging Face folder (or the built-in `tiny`), or a named shape with random weights."""
+    """The model: a Hugging Face folder (or the built-in `tiny`), or a named shape with random weights."""
 
     path: File | None = None
-    revision: Text | None = None  # of a hub id: a branch, a tag or a commit
+    revision: Text | None = None  # branch, tag or commit of a hub id
     shape: str | None = None
-    tokenizer: File | None = None  # a folder that has one, for a shape that is trained on text
+    tokenizer: File | None = None  # folder with a tokenizer, for a shape trained on text
     implementation: Literal["native", "transformers"] | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     chat_template: File | None = None  # a jinja file, or chatml
-    add_tokens: Annotated[tuple[Text, ...], Strict(False), AfterValidator(_distinct)] = ()  # special ones
+    add_tokens: Annotated[tuple[Text, ...], Strict(False), AfterValidator(_distinct)] = ()  # special tokens
 
 
-Bounds = Annotated[tuple[float | None, float | None], Strict(False)]  # [least, most]; null: none
+Bounds = Annotated[tuple[float | None, float | None], Strict(False)]  # [min, max]; null: no limit
 
 
 class Origin(StrictModel):
-    """One of several sources; `weight` is how often each of its documents is read in an epoch (0.5: half of them)."""
+    """One of several sources; `weight`: how often each document is read per epoch (0.5: half of them)."""
 
     path: File
     weight: Annotated[float, Field(gt=0)] = 1.0
 
 
 class Items(StrictModel):
-    """What is counted in a row: the entries of a list, or what a pattern finds in a text."""
+    """Items to count in a row: the entries of a list, or the matches of a pattern."""
 
     field: str = "text"  # a key of the row, dotted: meta.ingredients; `text` is all of the row's text
     pattern: str | None = None  # a regular expression whose first group (or whole match) is an item: "^- (.+)$"
-    bounds: Bounds | None = None  # rows with fewer or more items are taken out
-    rarest: Annotated[int, Field(ge=2)] | None = None  # so are rows with an item that fewer rows than this have
+    bounds: Bounds | None = None  # rows with fewer or more items are removed
+    rarest: Annotated[int, Field(ge=2)] | None = None  # removes rows with an item found in fewer rows than this
 
 
 class Cleaning(StrictModel):
-    """Which rows are taken out before training, in this order; what is not named is not looked at."""
+    """Filters that remove rows before training, applied in this order."""
 
-    chars: Bounds | None = None  # of the row's text
+    chars: Bounds | None = None  # length of the row's text
     tokens: Bounds | None = None
     items: Annotated[tuple[Items, ...], Strict(False)] = ()
-    repeated_lines: Share | None = None  # most of a row's characters in repeated lines
-    language: Annotated[tuple[str, ...], Strict(False)] = ()  # codes such as en: rows in others are taken out
+    repeated_lines: Share | None = None  # maximum fraction of characters in repeated lines
+    language: Annotated[tuple[str, ...], Strict(False)] = ()  # codes such as en; rows in other languages are removed
     exact_duplicates: bool = False
-    near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None  # Jaccard similarity from which rows are one
-    decontaminate: File | None = None  # rows that share text with this file's are taken out
+    near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None  # Jaccard similarity of duplicates
+    decontaminate: File | None = None  # removes rows that share text with this file's rows
 
 
-Column = Literal[  # a key of a row or, as `messages[].key`, of its turns
+Column = Literal[  # of a row or, for `messages[].key`, of its turns
     "text", "messages", "conversations", "instruction", "input", "output", "system", "prompt", "completion", "chosen",
     "rejected", "label", "tools", "role", "from", "content", "value", "reasoning_content", "tool_calls",
     "tool_call_id", "name", "weight", "train", "images", "ignore",
@@ -188,51 +188,51 @@ Column = Literal[  # a key of a row or, as `messages[].key`, of its turns
 
 
 class Data(StrictModel):
-    """Which documents; exactly one of path, sample, random."""
+    """The documents; exactly one of path, sample, random."""
 
     path: File | Annotated[tuple[File | Origin, ...], Strict(False), Field(min_length=1)] | None = None
     sample: Literal["recipes"] | None = None
     random: Annotated[int, Field(ge=1)] | Literal[True] | None = None
     eval: Annotated[float, Field(gt=0, lt=1)] | File | None = None
     max_samples: Annotated[int, Field(ge=1)] | None = None
-    train_on: Literal["assistant", "answer", "last", "all"] = "assistant"  # answer: its thoughts are read alone
+    train_on: Literal["assistant", "answer", "last", "all"] = "assistant"  # answer: its thoughts are no targets
     too_long: Literal["error", "split", "drop", "truncate"] = "error"
-    most_truncated: Annotated[float, Field(ge=0, le=1)] = 0.1  # of the rows, by too_long: truncate
+    most_truncated: Annotated[float, Field(ge=0, le=1)] = 0.1  # maximum fraction of rows, with too_long: truncate
     bad_rows: Literal["error", "quarantine"] = "error"
-    most_bad: Annotated[float, Field(ge=0, le=1)] = 0.01  # of the rows, with bad_rows: quarantine
-    text_rows: Literal["file", "paragraph", "line"] = "file"  # what is one document of a .txt file
+    most_bad: Annotated[float, Field(ge=0, le=1)] = 0.01  # maximum fraction of rows, with bad_rows: quarantine
+    text_rows: Literal["file", "paragraph", "line"] = "file"  # unit of a .txt file that becomes one document
     separator: Annotated[str, AfterValidator(_separator)] | None = None  # between the cells of .csv and .tsv files
-    columns: dict[Text, Column] = Field(default_factory=dict)  # what a key of the rows is: {question: prompt}
+    columns: dict[Text, Column] = Field(default_factory=dict)  # maps keys of the rows: {question: prompt}
     roles: dict[Text, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
-    min_pixels: Annotated[int, Field(ge=1)] | None = None  # of an image, which is enlarged to have as many
-    max_pixels: Annotated[int, Field(ge=1)] | None = None  # of an image, which is reduced to have as many
-    remote: bool = False  # download images that rows name by an address of the web
-    split_turns: bool = False  # a conversation is one document an answer
+    min_pixels: Annotated[int, Field(ge=1)] | None = None  # smaller images are enlarged
+    max_pixels: Annotated[int, Field(ge=1)] | None = None  # larger images are reduced
+    remote: bool = False  # download images given by web address
+    split_turns: bool = False  # one document per answer of a conversation
     clean: Cleaning | None = None
     stream: bool = False  # tokenise while training, without a cache
-    cache: File | None = None  # the folder of tokenised shards
-    workers: Annotated[int, Field(ge=1)] | None = None  # processes that read and tokenise; one a core
+    cache: File | None = None  # folder of tokenised shards
+    workers: Annotated[int, Field(ge=1)] | None = None  # processes that read and tokenise; default: one per core
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """`path` in its longest form."""
+        """Return `path` as a list of origins."""
         paths = (self.path,) if isinstance(self.path, str) else self.path or ()
         return tuple(Origin(path=p) if isinstance(p, str) else p for p in paths)
 
     @property
     def reading(self) -> str:
-        """How readers find rows in a file: `text_rows`, and behind a space the separator of cells, if it is given."""
+        """Return how readers find rows in a file: `text_rows`, then a space and the separator, if given."""
         return self.text_rows if self.separator is None else f"{self.text_rows} {self.separator}"
 
     @property
     def read_paths(self) -> list[str]:
-        """What a run trains and evaluates on."""
+        """Return the paths that a run trains and evaluates on."""
         held_out = [self.eval] if isinstance(self.eval, str) else []
         return [*(origin.path for origin in self.origins), *held_out]
 
 
 class BatchSize(StrictModel):
-    """Slots (rows x T), padding included: of a row, of a step over all ranks, of one rank's micro-batch."""
+    """Slots, padding included: per row, per step over all ranks, per micro-batch of one rank."""
 
     seq: Annotated[int, Field(ge=2)] = 2048
     tokens: Annotated[int, Field(ge=1)] = 32768
@@ -243,9 +243,9 @@ class Optim(StrictModel):
     lr: Annotated[float, Field(gt=0)] = 2e-5
     schedule: Literal["cosine", "constant", "linear", "wsd"] = "cosine"
     warmup: Annotated[float, Field(ge=0), AfterValidator(_cadence)] = 0.03
-    restarts: Annotated[int, Field(ge=0)] = 0  # of cosine: how often it begins again at `lr`
-    decay: Cadence = 0.1  # of wsd: the last steps, whose rates fall linearly
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # of `lr`, at which a schedule would end
+    restarts: Annotated[int, Field(ge=0)] = 0  # cosine: number of warm restarts
+    decay: Cadence = 0.1  # wsd: the last steps, with linear decay
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # fraction of `lr` at the end of the schedule
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: Annotated[tuple[Share, Share], Strict(False)] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -257,103 +257,103 @@ def _short_stop(value: object) -> object:
 
 
 class StopAfter(StrictModel):
-    """When a run ends early: after so many evaluations in a row without a lower held-out loss than the least so far."""
+    """Early stopping: after this many evaluations in a row without a new lowest held-out loss."""
 
     evals: Annotated[int, Field(ge=1)]
-    min_delta: Annotated[float, Field(ge=0)] = 0.0  # lower by no more than this is not lower
+    min_delta: Annotated[float, Field(ge=0)] = 0.0  # smaller improvements do not count
 
 
 class Training(StrictModel):
-    """`*_every` below 1 is a fraction of the run, from 1 on a number of steps."""
+    """`*_every`: below 1 a fraction of the run, else a number of steps."""
 
     epochs: Annotated[float, Field(gt=0)] = 1.0
     steps: Annotated[int, Field(ge=1)] | None = None
-    log_every: Annotated[int, Field(ge=1)] | None = None  # None: by the length of the run, at most 10
-    eval_every: Cadence | None = None  # None: at the end; in runs of 100 steps or more five times
+    log_every: Annotated[int, Field(ge=1)] | None = None  # None: by run length, at most 10
+    eval_every: Cadence | None = None  # None: at the end; five times from 100 steps on
     save_every: Cadence | None = None
-    save: Literal["sync", "async"] = "sync"  # async: a thread writes checkpoints, from a copy in host memory
+    save: Literal["sync", "async"] = "sync"  # async: a thread writes checkpoints from a host copy
     keep: Annotated[int, Field(ge=1)] = 2
-    # With data.eval, and save_every or stop_after: keeps and exports the checkpoint with the least held-out loss.
+    # With data.eval, and save_every or stop_after: keeps and exports the checkpoint with the lowest held-out loss.
     best: bool = True
-    stop_after: Annotated[StopAfter | None, BeforeValidator(_short_stop)] = None  # early; a number is its `evals`
+    stop_after: Annotated[StopAfter | None, BeforeValidator(_short_stop)] = None  # a number sets `evals`
     export: bool = True  # writes model/ at the end
-    # An address (s3://, gs://, hf://, ...) to which each checkpoint is copied, and at the end the whole folder.
+    # Address (s3://, gs://, hf://, ...) that gets a copy of each checkpoint, and at the end of the whole folder.
     copy_to: Text | None = None
     overwrite: bool = False  # empties the output folder first
     timeout: Annotated[float, Field(ge=1)] = 600.0  # seconds: how long a rank may keep the others waiting
 
     def steps_a_line(self, total: int) -> int:
-        """Return the steps between two logged lines of a run of `total` steps."""
+        """Return the steps between log lines in a run of `total` steps."""
         return max(1, min(10, total // 20)) if self.log_every is None else self.log_every
 
     def eval_cadence(self, total: int) -> float | None:
-        """Return `eval_every`, or its value in a run of `total` steps; None: at the end alone."""
+        """Return `eval_every`, or its default in a run of `total` steps; None: only at the end."""
         return 0.2 if self.eval_every is None and total >= 100 else self.eval_every
 
 
 class Dpo(StrictModel):
-    """Of `objective: dpo`: the loss of a pair, and where its reference comes from (docs/dpo.md)."""
+    """Settings of `objective: dpo`: the loss of a pair and the source of its reference (docs/dpo.md)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # how often a pair is taken to be the wrong way round
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # assumed fraction of swapped pairs
     reference: Literal["auto", "adapter", "precomputed"] = "auto"
 
 
 class Kto(StrictModel):
-    """Of `objective: kto`: the loss of a judged answer, and where its reference comes from (docs/kto.md)."""
+    """Settings of `objective: kto`: the loss of a judged answer and the source of its reference (docs/kto.md)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    desirable_weight: Annotated[float, Field(gt=0)] = 1.0  # of answers labelled true
-    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0  # of answers labelled false
+    desirable_weight: Annotated[float, Field(gt=0)] = 1.0  # for answers labelled true
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0  # for answers labelled false
     reference: Literal["auto", "adapter", "precomputed"] = "auto"
 
 
 class Orpo(StrictModel):
-    """Of `objective: orpo`: the weight of the odds beside the chosen answer's own loss (docs/orpo.md)."""
+    """Settings of `objective: orpo`: the weight of the odds-ratio loss (docs/orpo.md)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
 
 
 class Simpo(StrictModel):
-    """Of `objective: simpo`: the scale of a mean log-probability, and the margin of the chosen (docs/simpo.md)."""
+    """Settings of `objective: simpo`: the scale of mean log-probabilities, and the target margin (docs/simpo.md)."""
 
     beta: Annotated[float, Field(gt=0)] = 2.0
     gamma: Annotated[float, Field(ge=0)] = 1.0
 
 
 class Reward(StrictModel):
-    """Of `objective: reward`: the margin of the chosen answer's score, and how scores are centered (docs/reward.md)."""
+    """Settings of `objective: reward`: the margin of the chosen score, and score centering (docs/reward.md)."""
 
     margin: Annotated[float, Field(ge=0)] = 0.0
     center: Annotated[float, Field(ge=0)] = 0.0  # weight of the squared sum of both scores
 
 
 class Distill(StrictModel):
-    """Of `objective: distill`: the teacher, and how far from it the model is (docs/distill.md)."""
+    """Settings of `objective: distill`: the teacher and the divergence from it (docs/distill.md)."""
 
     teacher: File | None = None  # a Hugging Face folder or hub id; required
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of its weights
-    divergence: Literal["forward", "reverse"] = "forward"  # of the teacher from the model, or of the model from it
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # dtype of the teacher's weights
+    divergence: Literal["forward", "reverse"] = "forward"  # forward: KL(teacher || model)
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.0  # share of the next-token loss
-    chunk: Annotated[int, Field(ge=1)] = 1024  # tokens whose logits are in memory at once
-    store: Annotated[int, Field(ge=1)] | None = None  # likeliest tokens that are stored of a target; None: it runs live
+    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.0  # weight of the next-token loss
+    chunk: Annotated[int, Field(ge=1)] = 1024  # tokens with logits in memory at once
+    store: Annotated[int, Field(ge=1)] | None = None  # top tokens stored per target; None: the teacher runs live
 
 
-COLDEST, HOTTEST = 1e-3, 1e3  # beyond, dividing logits by it leaves no finite numbers, or no differences
+COLDEST, HOTTEST = 1e-3, 1e3  # beyond, divided logits overflow or become equal
 
 
 class RewardRule(StrictModel):
-    """A reward of answers: number, exact, contains, regex, length, or a function as `FILE.py:NAME` (docs/grpo.md)."""
+    """A reward for answers: number, exact, contains, regex, length, or a function `FILE.py:NAME` (docs/grpo.md)."""
 
     use: Text
-    weight: float = 1.0  # in the sum of all rewards
+    weight: float = 1.0  # weight in the sum of all rewards
     options: dict[str, Any] = Field(default_factory=dict)  # regex: {pattern}, length: {most}; a function's keywords
 
     @property
     def compares(self) -> bool:
-        """Return whether it compares with the row's own answer."""
+        """Return whether the reward needs the row's own answer."""
         return self.use in ("number", "exact", "contains")
 
 
@@ -363,27 +363,27 @@ def _rewards(value: object) -> object:
 
 
 class Grpo(StrictModel):
-    """Of `objective: grpo`: what is sampled, how it is rewarded, and the loss (docs/grpo.md)."""
+    """Settings of `objective: grpo`: sampling, rewards and loss (docs/grpo.md)."""
 
     rewards: Annotated[tuple[RewardRule, ...], BeforeValidator(_rewards), Strict(False), Field(min_length=1)] = (
         RewardRule(use="number"),
     )
-    reward_timeout: Annotated[float, Field(gt=0, le=1e6)] = 5.0  # seconds of a function for an answer
-    reward_workers: Annotated[int, Field(ge=0)] = 0  # processes of each rank that reward; 0: the rank itself
-    prompts: Annotated[int, Field(ge=1)] = 8  # of a step, over all ranks
-    group: Annotated[int, Field(ge=2)] = 8  # answers to a prompt
-    max_new: Annotated[int, Field(ge=1)] = 256  # tokens of an answer
+    reward_timeout: Annotated[float, Field(gt=0, le=1e6)] = 5.0  # seconds per answer for a reward function
+    reward_workers: Annotated[int, Field(ge=0)] = 0  # reward processes per rank; 0: the rank itself
+    prompts: Annotated[int, Field(ge=1)] = 8  # prompts per step, over all ranks
+    group: Annotated[int, Field(ge=2)] = 8  # answers per prompt
+    max_new: Annotated[int, Field(ge=1)] = 256  # maximum tokens of an answer
     temperature: Annotated[float, Field(ge=COLDEST, le=HOTTEST)] = 1.0
-    # Answers that each rank samples at the same time; None: all of a step, in a quarter of a GPU's memory, on a CPU 64.
+    # Answers each rank samples at once; None: all of a step that fit in a quarter of GPU memory, on a CPU 64.
     slots: Annotated[int, Field(ge=1)] | None = None
     loss: Literal["clip", "cispo"] = "clip"
     ratio: Literal["token", "sequence"] = "token"
     clip: Annotated[tuple[Share, Annotated[float, Field(gt=0)]], Strict(False)] = (0.2, 0.28)
     normalise: Literal["tokens", "sequences", "constant"] = "tokens"
     divide_by_spread: bool = False
-    beta: Annotated[float, Field(ge=0)] = 0.0  # weight of the divergence from the model before training
-    updates: Annotated[int, Field(ge=1)] = 1  # steps that learn from the same answers
-    truncated: Literal["mask", "keep"] = "mask"  # answers that were cut off at max_new: not learnt, or as others
+    beta: Annotated[float, Field(ge=0)] = 0.0  # weight of the KL divergence from the initial model
+    updates: Annotated[int, Field(ge=1)] = 1  # optimizer steps per rollout
+    truncated: Literal["mask", "keep"] = "mask"  # answers cut off at max_new: masked, or kept
 
 
 _HOST = r"([\w-]{1,63}(\.[\w-]{1,63})*\.?|\[[\da-fA-F:.]+\])"
@@ -393,7 +393,7 @@ _ADDRESS = re.compile(rf'https?://{_HOST}(:\d{{1,5}})?(/[!"$->@-~]*)?', re.ASCII
 def _server_address(value: str) -> str:
     try:
         sound = _ADDRESS.fullmatch(value) and urlsplit(value).port != 0
-    except ValueError:  # a port or an IPv6 address that cannot be
+    except ValueError:  # an invalid port or IPv6 address
         sound = False
     if not sound:
         raise ValueError("the address of a server, such as http://host:8000")
@@ -401,24 +401,24 @@ def _server_address(value: str) -> str:
 
 
 class RolloutServer(StrictModel):
-    """A running vLLM or SGLang that samples the answers of `objective: grpo` (docs/grpo.md#a-server)."""
+    """A running vLLM or SGLang server that samples the answers of `objective: grpo` (docs/grpo.md#a-server)."""
 
     server: Annotated[Text, AfterValidator(_server_address)]  # http://host:port
-    folder: File | None = None  # where it reads the trained weights, a path of both machines; None: in the run's
-    correction: Annotated[float, Field(ge=1)] = 2.0  # largest importance weight of a token
-    timeout: Annotated[float, Field(gt=0, le=1e6)] = 600.0  # seconds of a request
+    folder: File | None = None  # for the trained weights, a path on both machines; None: in the run's
+    correction: Annotated[float, Field(ge=1)] = 2.0  # maximum importance weight of a token
+    timeout: Annotated[float, Field(gt=0, le=1e6)] = 600.0  # seconds per request
 
 
-# Objectives with settings of their own, under their own name.
+# Objectives with a section of their own name.
 SECTIONS: dict[
     str, type[Dpo] | type[Kto] | type[Orpo] | type[Simpo] | type[Reward] | type[Distill] | type[Grpo]
 ] = {
     "dpo": Dpo, "kto": Kto, "orpo": Orpo, "simpo": Simpo, "reward": Reward, "distill": Distill, "grpo": Grpo,
 }  # fmt: skip
-# Objectives whose rows are pairs of a chosen and a rejected answer.
+# Objectives with rows of a chosen and a rejected answer.
 PAIRED = frozenset({"dpo", "orpo", "simpo", "reward"})
-JUDGED = "kto"  # the objective whose rows are answers with a label
-COMPARED = PAIRED | {JUDGED}  # objectives whose samples are two documents
+JUDGED = "kto"  # the objective with rows of labelled answers
+COMPARED = PAIRED | {JUDGED}  # objectives with two documents per sample
 
 
 def _short_plugin(value: object) -> object:
@@ -426,7 +426,7 @@ def _short_plugin(value: object) -> object:
 
 
 class ImageTraining(StrictModel):
-    """What is trained of the tower that reads images: its projector, or all of it (docs/data.md)."""
+    """The trained part of the vision tower: none, its projector, or all of it (docs/data.md)."""
 
     train: Literal["none", "projector", "tower"] = "none"
     lr: Annotated[float, Field(gt=0)] | None = None  # its own peak rate; None: optim.lr
@@ -439,13 +439,13 @@ class ImageTraining(StrictModel):
 
 
 class Plugin(StrictModel):
-    """A function or class of other people: an entry point, `FILE.py:NAME` or `MODULE:NAME` (docs/python.md)."""
+    """A user's function or class: an entry point, `FILE.py:NAME` or `MODULE:NAME` (docs/python.md)."""
 
     use: Text
-    options: dict[str, Any] = Field(default_factory=dict)  # its keywords
+    options: dict[str, Any] = Field(default_factory=dict)  # keyword arguments
 
 
-# The rows that an objective of other people learns from, and the objective here that has the same rows.
+# Row formats of a user's objective, and the built-in objective with the same rows.
 ROWS = {"text": "pretrain", "chat": "sft", "pairs": "orpo"}
 _OWN_OBJECTIVE = frozenset({"use", "rows", "options"})
 
@@ -455,13 +455,13 @@ def _short_tracker(value: object) -> object:
 
 
 class TrackerConfig(StrictModel):
-    """Where a run is reported to in addition to its own folder (docs/trackers.md)."""
+    """A tracker that gets the run's metrics in addition to its folder (docs/trackers.md)."""
 
     name: Literal["mlflow", "wandb"]
     project: Text = "optrush"
-    run: Text | None = None  # its name there; the output folder's
-    uri: Text | None = None  # of the server; None: from the tracker's own environment
-    offline: bool = False  # files in the output folder, for later
+    run: Text | None = None  # run name; default: the output folder's
+    uri: Text | None = None  # of the server; None: from the tracker's environment
+    offline: bool = False  # write files to the output folder instead
     artifacts: Literal["all", "model", "none"] = "all"  # all: checkpoints and the final model
 
 
@@ -469,20 +469,20 @@ _TEXT_FILE = re.compile(r"\.txt(\.(gz|bz2|xz|zst))?$")
 
 
 class Config(StrictModel):
-    """Describe a run: what a YAML file holds (docs/contract.md)."""
+    """The configuration of a run, as in its YAML file (docs/contract.md)."""
 
     model: Annotated[Model, BeforeValidator(_short_model)]
     objective: Literal["pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward", "distill", "grpo"]
-    loss: Annotated[Plugin | None, BeforeValidator(_short_plugin)] = None  # in place of the objective's
-    method: Literal["full", "lora", "qlora", "auto"] | None = None  # None: what `with` says
-    dpo: Dpo | None = None  # None: its defaults, where the objective is of that name
+    loss: Annotated[Plugin | None, BeforeValidator(_short_plugin)] = None  # replaces the objective's loss
+    method: Literal["full", "lora", "qlora", "auto"] | None = None  # None: given by `with`
+    dpo: Dpo | None = None  # None: the defaults, for the objective of that name
     kto: Kto | None = None
     orpo: Orpo | None = None
     simpo: Simpo | None = None
     reward: Reward | None = None
     distill: Distill | None = None
     grpo: Grpo | None = None
-    rollout: RolloutServer | None = None  # None: the model that is trained samples
+    rollout: RolloutServer | None = None  # None: the trained model samples
     data: Data
     image: ImageTraining | None = None
     batch: BatchSize = BatchSize()
@@ -496,20 +496,20 @@ class Config(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _own_objective(cls, given: Any) -> Any:
-        """Return `objective: {use: NAME, rows: chat}` as the objective here with those rows, and the loss."""
+        """Return `objective: {use: NAME, rows: chat}` as the built-in objective with those rows, plus the loss."""
         own = given.get("objective") if isinstance(given, dict) else None
         if not isinstance(own, dict) or given.get("loss") is not None:
             return given
         sound = isinstance(own.get("rows"), str) and own["rows"] in ROWS
         if "use" not in own or not sound or own.keys() - _OWN_OBJECTIVE:
-            return given  # refused as a value of `objective`
+            return given  # rejected as a value of `objective`
         used = {key: own[key] for key in ("use", "options") if key in own}
         return {**given, "objective": ROWS[own["rows"]], "loss": used}
 
     @model_validator(mode="before")
     @classmethod
     def _split_texts(cls, given: Any) -> Any:
-        """Split the documents of text files in pre-training, unless `data.too_long` is given: a file is a document."""
+        """Split long text files in pre-training, unless `data.too_long` is given: a file is one document."""
         data = given.get("data") if isinstance(given, dict) and given.get("objective") == "pretrain" else None
         if isinstance(data, dict) and "too_long" not in data:
             paths = data.get("path")
@@ -522,50 +522,50 @@ class Config(StrictModel):
 
     @property
     def tower_part(self) -> Literal["none", "projector", "tower"]:
-        """What is trained of the tower that reads images."""
+        """Return which part of the vision tower is trained."""
         return "none" if self.image is None else self.image.train
 
     @property
     def paired(self) -> bool:
-        """Whether a sample is two documents, whose likelihoods are compared."""
+        """Return whether a sample is two documents with compared likelihoods."""
         return self.objective in COMPARED
 
     @property
     def scored(self) -> bool:
-        """Whether the model has a score in place of next tokens."""
+        """Return whether the model outputs a score instead of next tokens."""
         return self.objective == "reward"
 
     @property
     def has_reference(self) -> bool:
-        """Whether the objective compares with the untrained model."""
+        """Return whether the objective needs a reference model."""
         return self.objective in ("dpo", JUDGED)
 
     @property
     def referenced(self) -> Dpo | Kto | None:
-        """Return the settings of such an objective, if they are there."""
+        """Return the settings of such an objective, if present."""
         return self.kto if self.objective == JUDGED else self.dpo
 
     @property
     def unplanned(self) -> bool:
-        """Whether the planner is to choose the techniques: `with` was left out, or the method is."""
+        """Return whether the planner chooses the techniques: `with` is absent, or the method is auto."""
         return self.method == "auto" or "with_" not in self.model_fields_set
 
 
-# What a method trains, as techniques; `full` has none.
+# Techniques of each method; `full` has none.
 METHODS: dict[str, dict[str, dict[str, Any]]] = {"full": {}, "lora": {"lora": {}}, "qlora": {"nf4": {}, "lora": {}}}
-ADAPTER_LR = 2e-4  # where adapters are trained and `optim.lr` is left out
-ANSWERS_LR = 1e-6  # where sampled answers are learnt, of all weights; ten times as much of adapters
+ADAPTER_LR = 2e-4  # default `optim.lr` with adapters
+ANSWERS_LR = 1e-6  # default `optim.lr` of grpo for all weights; ten times as much for adapters
 
 
 def dump_config(config: Config) -> str:
-    """Return the configuration as YAML that `parse_config` reads back to the same one.
+    """Return the configuration as YAML that `parse_config` reads back unchanged.
 
-    A learning rate that nobody gave stays out: it follows from what is trained (`decide.with_rate`).
+    A learning rate that was not given stays out: it follows from the trained weights (`decide.with_rate`).
     """
     data = config.model_dump(mode="json", by_alias=True, exclude_none=True)
     if "lr" not in config.optim.model_fields_set:
         del data["optim"]["lr"]
-    if config.optim.clip is None:  # the one value whose absence means something else
+    if config.optim.clip is None:  # the only value with another meaning when absent
         data["optim"]["clip"] = None
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
@@ -578,13 +578,13 @@ def parse_config(
     withouts: Iterable[str] = (),
     own: bool = False,
 ) -> Config:
-    """Parse YAML text with the flags laid over it, in the order --set, --with, --without.
+    """Parse YAML text and apply the flags in the order --set, --with, --without.
 
     Args:
-        own: `dump_config` wrote the text, of any length.
+        own: `dump_config` wrote the text; no size limit.
 
     Raises:
-        ConfigError: names `where`:line (or the flag), what was found and the nearest name.
+        ConfigError: with `where`:line (or the flag), the value found and the nearest name.
     """
     data, lines = parse_yaml(text, where, own)
     flags: dict[Keys, str] = {}
@@ -638,7 +638,7 @@ def parse_yaml(text: str, where: str, own: bool = False) -> tuple[dict[str, Any]
     """Return YAML text as plain values, and the line of every key.
 
     Args:
-        own: `dump_config` wrote the text, of any length.
+        own: `dump_config` wrote the text; no size limit.
 
     Raises:
         ConfigError: not YAML; a key twice, an alias, a tag, a key that is no text; no mapping at the top; too long or
@@ -923,11 +923,11 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Sampling:
-    """`greedy` takes the likeliest token each time; else it is drawn, from the most likely ones."""
+    """Sampling settings; `greedy` takes the most likely token instead of drawing one."""
 
     temperature: float = 0.7
-    top_p: float = 0.9  # the fewest tokens whose probabilities sum to it
-    top_k: int = 0  # the likeliest so many; 0: all
+    top_p: float = 0.9  # the fewest tokens with this total probability
+    top_k: int = 0  # the k most likely tokens; 0: all
     max_tokens: int = 512
     greedy: bool = False
 
@@ -944,7 +944,7 @@ class Sampling:
                 raise ConfigError(f"`{name}`", f"{getattr(self, name)}", f"use a value {do}")
 
     def changed(self, setting: str) -> Sampling:
-        """Return these settings with `name=value` laid over them, else raise ConfigError."""
+        """Return these settings with `name=value` replaced; raise ConfigError if it is invalid."""
         name, equals, text = setting.replace("-", "_").partition("=")
         name, value = name.strip(), parse_scalar(text.strip())
         kinds = {f.name: type(f.default) for f in dataclasses.fields(self)}

@@ -22,7 +22,7 @@ JOINERS = "\u200c\u200d"  # of letters and of emoji; harmless for a terminal
 
 
 def shown(text: str) -> str:
-    """Replace characters of escape sequences and changes of direction in text of a model, a file or a server."""
+    """Replace escape sequences and direction changes in text from a model, a file or a server."""
     return "".join(
         c if c.isprintable() or c in "\n\t" + JOINERS or unicodedata.category(c) == "Zs" else "\ufffd" for c in text
     )
@@ -56,7 +56,7 @@ def use_color() -> bool:
 
 
 class _Log(Console):
-    """A console whose lines are lost while the disk that they go to is full or the terminal has closed."""
+    """A console that drops lines while the disk is full or the terminal is closed."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:
@@ -115,7 +115,7 @@ def _rewards(m: dict[str, Any], kind: str = "") -> str:
 class Bar:
     """Progress over the steps of a run, from its records of metrics: lines, and under them a bar on a terminal.
 
-    The time left is that of the steps so far, whatever time lies between two lines.
+    The time left is estimated from all steps so far.
     """
 
     def __init__(self, total: int, done: int = 0) -> None:
@@ -167,7 +167,7 @@ def say(text: str) -> None:
 
 
 def loading(text: str) -> None:
-    """Print on the first rank's terminal what is loaded before the first step; a log has no use for it."""
+    """Print loading progress before the first step, only on the first rank's terminal."""
     if sys.stderr.isatty():
         say(text)
 

@@ -2,7 +2,7 @@
 
 UserError            request, finding and remedy: printed as one block, exit code 2, no traceback without --debug
 ├── ConfigError      the YAML or a flag: unknown key, wrong type, values that do not go together
-│   ├── NoRowsError      random tokens where the objective reads rows: memory can be planned, nothing trained
+│   ├── NoRowsError      random tokens but an objective with rows: can be planned, not trained
 │   └── NotRegularError  a pipe, a device or a socket where a file is read; an OSError, too
 ├── NeedsError       a technique or model needs hardware, a library or a shape that is not here
 ├── ConflictError    two techniques own the same part
@@ -22,31 +22,31 @@ NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAIL
 
 
 def one_line(text: str, longest: int = 300) -> str:
-    """Return a text in one line, its spaces and line breaks as one space each, cut in the middle."""
+    """Return a text as one line with single spaces, shortened in the middle."""
     return _cut(" ".join(text.split()), longest)
 
 
 def reason(error: BaseException) -> str:
-    """Return another library's exception in one line: its message, with its class where that alone is too short."""
+    """Return another library's exception in one line: its message, with its class if the message is too short."""
     text, name = one_line(str(error)), type(error).__name__
     whole = isinstance(error, OSError | ValueError | RuntimeError | ImportError)
     return text if whole and text else f"{name}: {text}" if text else name
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message; its class where it has none."""
+    """Return the first line of an exception's message, or its class."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def exhausted(error: BaseException) -> bool:
-    """Return whether an error is a lack of memory, of the allocators of a GPU and a CPU and of CUDA's libraries."""
+    """Return whether an error is out of memory: GPU or CPU allocator, or a CUDA library."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
     )
 
 
 def write_remedy(failure: BaseException | str) -> str:
-    """Return what to do about files that could not be written, by the error or its text."""
+    """Return the remedy for a failed write, from the error or its text."""
     if isinstance(failure, UserError):
         return failure.do
     full = isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -61,7 +61,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return one line of at most LONGEST characters; what is quoted may have line breaks and be of any length."""
+    """Return one line of at most LONGEST characters; quoted text may have any length and line breaks."""
     return _cut("\\n".join(text.splitlines()), LONGEST)
 
 
@@ -87,7 +87,7 @@ class NoRowsError(ConfigError):
 
 
 class NotRegularError(ConfigError, OSError):
-    """Something that is no regular file: reading it may block, or never end."""
+    """Not a regular file: reading it may block or never end."""
 
     def __init__(self, asked: str, found: str, do: str = "copy its content into a regular file") -> None:
         super().__init__(asked, found, do)
@@ -107,7 +107,7 @@ class NoEffectError(UserError):
 
 
 class DataError(UserError):
-    image = ""  # of a row that is refused for an image: its path or address, as the row names it
+    image = ""  # of a row rejected for an image: the image's path or address
 
 
 class CheckpointError(UserError):
@@ -115,7 +115,7 @@ class CheckpointError(UserError):
 
 
 class RunError(Exception):
-    """The run failed, and a changed configuration may not help: a reason alone, or request, finding and remedy."""
+    """The run failed, and a changed configuration may not help: only a reason, or request, finding and remedy."""
 
     everywhere = False  # as UserError.everywhere
 

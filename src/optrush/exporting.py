@@ -59,7 +59,7 @@ def write_model(trainer: Trainer, output: Path, steps: int, source: Path | None)
 
 
 def publish(trainer: Trainer, source: Path | None, folder: Path) -> bool:
-    """Write what is trained into a folder that other programs load, whole or not at all; every rank takes part.
+    """Write the trained model to a folder for other programs, atomically; every rank takes part.
 
     Returns:
         Whether these are plain LoRA adapters; if not, it is the whole model, adapters merged.
@@ -84,16 +84,16 @@ def _write_whole(
             more(fresh)
 
         error = _write_folder(folder, fill)
-    for _ in tensors:  # what rank 0 has not taken, the others must still gather with it
+    for _ in tensors:  # the others must still gather the tensors that rank 0 skipped
         pass
     agree(error)
 
 
 def write_adapter(trainer: Trainer, folder: Path, source: Path | None = None) -> Path:
-    """Write trained adapters in PEFT's format, whole or not at all; every rank takes part.
+    """Write trained adapters in PEFT's format, atomically; every rank takes part.
 
     Args:
-        source: the base model's folder, whose tokenizer goes along.
+        source: the base model's folder, for its tokenizer.
     """
     values, error = trained_parameters(trainer), None
     if trainer.world.rank == 0:
@@ -103,7 +103,7 @@ def write_adapter(trainer: Trainer, folder: Path, source: Path | None = None) ->
 
 
 def _write_folder(folder: Path, fill: Callable[[Path], None]) -> RunError | None:
-    """Fill a folder under another name and rename it, in place of one that has the name; return what went wrong."""
+    """Fill a temporary folder and rename it over an existing one; return the error, if any."""
     fresh, old = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.old.tmp")
     try:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -171,8 +171,8 @@ def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def ends_of(trainer: Trainer, source: Path | None) -> tuple[list[int], list[int]]:
-    """Return the ids that end an answer, (of the base alone, of the trained model); equal where none are learnt."""
-    has_file = source is not None and (source / GENERATION).is_file()  # where not, readers take config.json's
+    """Return the end-of-answer ids of (the base, the trained model); equal if none are learnt."""
+    has_file = source is not None and (source / GENERATION).is_file()  # else readers use config.json's
     found = read_generation(source) if source is not None and has_file else {**text_config(trainer.hf), **trainer.hf}
     known = found.get("eos_token_id")
     base = known if isinstance(known, list) else [] if known is None else [known]
@@ -181,7 +181,7 @@ def ends_of(trainer: Trainer, source: Path | None) -> tuple[list[int], list[int]
 
 
 def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None:
-    """Write the generation config: the published one, with every token at which the trained model ends an answer."""
+    """Write the published generation config with all end-of-answer tokens of the trained model."""
     published = None if source is None or not (source / GENERATION).is_file() else source / GENERATION
     base, ends = ends_of(trainer, source)
     if base == ends:
@@ -203,13 +203,13 @@ def published_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield those of this rank's stage, whole and on the host of its first rank."""
+    """Yield this stage's parameters, whole and on the host of its first rank."""
     model, first = trainer.model, trainer.world.leads
     changed = {name: m for name, m in model.linears() if m.quantized is not None or m.adapter is not None}
     for name, linear in changed.items():
         with _gathered(model, name), trainer.storage.gathered(linear.parameters()):
             weight = gathered(linear.dequantized(torch.float32).detach())
-            # A copy: what was gathered here is freed before the tensor is written, where no adapter changes it.
+            # A copy: without an adapter the gathered tensor is freed before it is written.
             bias: Tensor | None = None
             if linear.bias is not None:
                 bias = gathered(linear.bias.detach()).to(torch.float32, copy=True)
@@ -257,11 +257,11 @@ def _gathered(model: nn.Module, name: str) -> Iterator[None]:
         cut.reshard()
 
 
-# --- Is a written folder what was trained? Its bytes, then logits of our forward pass against transformers' on the
+# --- Is a written folder the trained model? Its bytes, then logits of our forward pass against transformers' on the
 # folder.
 #
 # Bytes: each tensor is read again and is the one that was to be written. Logits: both sides in float32 arithmetic, on
-# the same tokens, so that what differs is the layout (which must not) and what rounding did to the weights when
+# the same tokens, so that differences come from the layout (a bug) or from rounding the weights when
 # adapters were merged or `--dtype` converted them. The two models are never in memory together: only the logits are
 # kept.
 
@@ -283,7 +283,7 @@ class Compared:
     scale: float  # the largest logit
     worst: float  # the largest difference
     mean: float  # of all differences
-    agreement: float  # share of the tokens for which both predict the same next token
+    agreement: float  # fraction of tokens with the same predicted next token
     tolerance: float  # of worst / scale
     rounded: bool  # whether weights were rounded as they were written
 
@@ -319,10 +319,10 @@ def demand_bytes(folder: Path, written: Mapping[str, str]) -> None:
 
 
 def comparison_texts(trainer: Trainer, paths: Sequence[str], sample: str | None) -> tuple[list[list[int]], str]:
-    """Return token ids to compare on, and what they are: the first documents of the run's data, else random tokens.
+    """Return token ids for the comparison and their name: the first documents of the data, else random tokens.
 
     Args:
-        paths: what `data.eval` or `data.path` names.
+        paths: files of `data.eval` or `data.path`.
         sample: `data.sample`.
     """
     documents: list[list[int]] = []
@@ -360,7 +360,7 @@ def _tokenised(
                 for document in tokens.batch([(where, schema.parse_row(where, row, rules))], "all"):
                     if not isinstance(document, DataError):
                         yield document[0].ids[:LENGTH].tolist()
-        except DataError:  # a row that training refuses, too
+        except DataError:  # a row that training would reject, too
             continue
 
 
@@ -384,14 +384,14 @@ def trained(trainer: Trainer, texts: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def _last(head: nn.Module, ids: Sequence[int]) -> slice:
-    """Return the place of a text's last token that is no padding."""
+    """Return the index of a text's last token before padding."""
     last = max(i for i, token in enumerate(ids) if token != head.pad)
     return slice(last, last + 1)
 
 
 @torch.no_grad()
 def reloaded(folder: Path, texts: Sequence[Sequence[int]], device: torch.device, scores: bool = False) -> list[Tensor]:
-    """Return the folder's logits as `trained` does, by transformers alone; of a reward model that of the last token."""
+    """Return the folder's logits by transformers only; of a reward model the last token's."""
     model = load_plain(folder, torch.float32, device, scores)
     given = (torch.tensor([list(ids)], device=device) for ids in texts)
     return [model(ids, use_cache=False).logits.float().cpu().flatten(0, -2) for ids in given]
@@ -409,14 +409,14 @@ def compare(ours: Sequence[Tensor], theirs: Sequence[Tensor], texts: str, dtype:
 
 
 def demand_sound(found: Compared, folder: Path) -> None:
-    """Raise RunError where the folder does not compute what was trained."""
+    """Raise RunError if the folder's logits differ from the trained model's."""
     if not found.sound:
         raise RunError(f"{folder} is not the trained model: {found}; the folder is kept for inspection")
 
 
-# --- `optrush export`: a run's checkpoint as a folder that others load, proven to compute what was trained.
+# --- `optrush export`: a run's checkpoint as a folder for other programs, verified against the trained model.
 #
-# Written under another name, verified there, then renamed. A folder that fails the check keeps the other name.
+# Written under a temporary name, verified, then renamed. A folder that fails the check keeps the temporary name.
 
 
 @dataclass(frozen=True)
@@ -438,7 +438,7 @@ class Delivered:
 
 
 def export_folder(run: Path, out: Path | None, adapter: bool) -> Path:
-    """Return where the folder goes: `model/` or `adapter/` of the run, or `out`.
+    """Return the target folder: `model/` or `adapter/` of the run, or `out`.
 
     Raises:
         ConfigError: no run, or the folder is not empty.
@@ -473,7 +473,7 @@ def export_run(
 
     Raises:
         UserError: as `rebuild`; the folder is not free; no adapter in this run.
-        RunError: the folder does not compute what was trained.
+        RunError: the folder differs from the trained model.
     """
     run_dir.check_local(f"to export to {out}", out or "")
     where = export_folder(run, out, adapter)
@@ -517,7 +517,7 @@ def export_gguf(
 
     Raises:
         UserError: as `export_run`; the file exists; the format has no name for the model or its tokenizer.
-        RunError: the folder or the file is not what was trained.
+        RunError: the folder or the file differs from the trained model.
     """
     gguf.demand_gguf()
     folder, config = open_run(run)
@@ -539,7 +539,7 @@ def export_gguf(
 
 
 def _refuse_other_tokens(folder: Path, config: Config) -> None:
-    """Raise NeedsError where the run's first documents are other tokens for a program that reads tokenizer.json."""
+    """Raise NeedsError if tokenizer.json tokenizes the run's first documents differently."""
     if (folder / ENGINE).is_file():
         tokens = Tokens(open_tokenizer(folder))
         paths = [origin.path for origin in config.data.origins]
@@ -557,7 +557,7 @@ def export_fp8(
 
     Raises:
         UserError: as `export_run`; the folder is not free; the format has no layout for the model.
-        RunError: the folder is not what was trained.
+        RunError: the folder differs from the trained model.
     """
     where = export_folder(run, out or open_run(run)[0] / "model-fp8", adapter=False)
     part = where.with_name(where.name + ".tmp")
@@ -575,7 +575,7 @@ def export_fp8(
 
 
 def check_push(repository: str) -> None:
-    """Raise ConfigError before anything is written where an upload to the hub cannot begin."""
+    """Raise ConfigError, before anything is written, if an upload to the hub is impossible."""
     import huggingface_hub
 
     asked = f"--push {repository}"
@@ -588,10 +588,10 @@ def check_push(repository: str) -> None:
 
 
 def push_to_hub(written: Path, repository: str) -> str:
-    """Upload a folder, or one file, to a repository of the hub, which is made private if it is new; return its address.
+    """Upload a folder or one file to a hub repository, created as private if new; return its address.
 
     Raises:
-        RunError: the upload failed; what was written stays. The message has no secrets of the environment.
+        RunError: the upload failed; local files stay. The message has no secrets of the environment.
     """
     import huggingface_hub
 
@@ -602,7 +602,7 @@ def push_to_hub(written: Path, repository: str) -> str:
             api.upload_folder(repo_id=repository, folder_path=written, commit_message="Upload the model")
         else:
             api.upload_file(path_or_fileobj=written, path_in_repo=written.name, repo_id=repository)
-    except Exception as error:  # of the library, and of those below it
+    except Exception as error:  # from the library and its dependencies
         told = scrubbed(f"{type(error).__name__}: {error}".splitlines()[0])
         told = told if secret is None else told.replace(secret, "***")
         raise RunError(f"{written} is written, but could not be uploaded to {repository}: {told}") from None
@@ -614,7 +614,7 @@ def _beside(where: Path, at_work: bool) -> Iterator[Path]:
     """Make a new folder next to the place; remove it after an error, unless the comparison failed.
 
     Args:
-        at_work: its parent is a run's folder, whose lock is held: what a kill left there under a run's own name goes.
+        at_work: its parent is a locked run folder: leftovers of a kill are removed.
 
     Raises:
         ConfigError: it exists, or it cannot be made.
@@ -663,7 +663,7 @@ def _write_merged(found: RebuiltModel, fresh: Path, dtype: str | None, max_shard
 
 
 def _kept(trainer: Trainer) -> torch.dtype:
-    """Return the type of the embedding, which weights are published in; every rank calls it."""
+    """Return the embedding's dtype, used for published weights; every rank calls it."""
     weight = trainer.model.embedding.weight
     name = from_first("" if weight is None else str(weight.dtype))  # a stage of a pipeline may be without
     dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))

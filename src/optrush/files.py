@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from optrush.errors import ConfigError, NotRegularError
 
-MOST_READ_bytes = 1 << 30  # of a file that is read as a whole
+MOST_READ_bytes = 1 << 30  # limit for reading a whole file
 KINDS = {
     stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a folder",
@@ -30,7 +30,7 @@ SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}  # of
 
 
 def separator(head: str, usual: str) -> str:
-    """Return what separates a table's columns: another mark if the header and the first row are several by it."""
+    """Return a table's column separator: another mark if it splits the header and the first row."""
 
     def cells(mark: str, rows: int) -> list[int]:
         try:
@@ -64,7 +64,7 @@ def _opener(path: str, ways: int) -> int:
             held = b"" if found.st_size else os.pread(descriptor, 1, 0)
         except OSError:  # it would block, or has no beginning
             held = b"?"
-        if held and not os.fstat(descriptor).st_size:  # else it has grown meanwhile
+        if held and not os.fstat(descriptor).st_size:  # else it grew meanwhile
             raise NotRegularError(f"{path}", "a file of the kernel, not a regular file")
     except BaseException:
         os.close(descriptor)
@@ -73,13 +73,13 @@ def _opener(path: str, ways: int) -> int:
 
 
 def regular(path: Path) -> Path:
-    """Return the path of a regular file, for a library that opens it; raises as `open_file`."""
+    """Return the path of a regular file, for a library to open; raises like `open_file`."""
     open_file(path).close()
     return path
 
 
 def read_file(path: Path | str) -> bytes:
-    """Return the bytes of a regular file; raises as `open_file`, and for one of more than MOST_READ_bytes."""
+    """Return the bytes of a regular file; raises like `open_file`, and above MOST_READ_bytes."""
     with open_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MOST_READ_bytes:
             found = f"{size:,} bytes; the limit is {MOST_READ_bytes:,}"
@@ -89,12 +89,12 @@ def read_file(path: Path | str) -> bytes:
 
 
 def read_text(path: Path | str, encoding: str = "utf-8", errors: str = "strict") -> str:
-    """Return the text of a regular file, its line ends as newlines; raises as `read_file`, and UnicodeDecodeError."""
+    """Return the text of a regular file with newlines; raises like `read_file`, and UnicodeDecodeError."""
     return read_file(path).decode(encoding, errors).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def config_text(path: Path) -> str:
-    """Return the text of a configuration's file; raises ConfigError: no such file, not a regular one, not UTF-8."""
+    """Return the text of a configuration file; raises ConfigError: missing, not a regular file, or not UTF-8."""
     try:
         return read_text(path)
     except (FileNotFoundError, NotADirectoryError, NotRegularError) as error:
@@ -111,7 +111,7 @@ def write_piece(file: IO[bytes], data: Any) -> None:
 
 
 def sync_file(descriptor: int) -> None:
-    """Make what was written durable."""
+    """Sync a file or folder to disk."""
     os.fsync(descriptor)
 
 
@@ -152,7 +152,7 @@ def remove_tree(path: Path) -> None:
 
 
 def write_new(path: Path, pieces: Iterable[Any]) -> tuple[str, int]:
-    """Write a new file, durable on return; return (sha256, size) of the given bytes, not of what is on the disk."""
+    """Write and sync a new file; return (sha256, size) of the given bytes, not of the bytes on disk."""
     sha, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         for data in pieces:
@@ -168,15 +168,15 @@ def write_whole(path: Path, pieces: Iterable[Any] | str | bytes, temporary: Path
     """Write a file under a temporary name, sync it and rename it: after a kill, `path` is the old file or the new one.
 
     Args:
-        pieces: a text, bytes, or several buffers that are written one after the other.
-        temporary: the temporary name, unique where several processes may write the file; else `path` with `.tmp`.
+        pieces: text, bytes, or several buffers to concatenate.
+        temporary: a temporary name, unique if several processes may write the file; default: `path` with `.tmp`.
 
     Raises:
         OSError: the disk is full, or the folder is not writable; the temporary file is removed.
     """
     new = temporary or path.with_name(path.name + ".tmp")
     try:
-        new.unlink(missing_ok=True)  # of a killed process, or a link: it is not written through
+        new.unlink(missing_ok=True)  # left by a killed process, or a link: never write through it
         with new.open("xb") as file:
             whole = pieces.encode() if isinstance(pieces, str) else pieces
             for data in [whole] if isinstance(whole, bytes) else whole:
@@ -198,7 +198,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def open_to_append(path: Path) -> IO[bytes]:
-    """Open a file to append to it, unbuffered; made where it is missing, and never through a symbolic link.
+    """Open or create a file for unbuffered appending, never through a symbolic link.
 
     Raises:
         OSError: it is a symbolic link (ELOOP), no regular file, or cannot be written.
@@ -210,7 +210,7 @@ def open_to_append(path: Path) -> IO[bytes]:
 
 
 def append_whole(file: IO[bytes], data: bytes) -> None:
-    """Append all of the data to an unbuffered file, or nothing; OSError where the disk has no room for it."""
+    """Append all of the data to an unbuffered file, or nothing; OSError if the disk is full."""
     size = file.tell()
     try:
         if file.write(data) < len(data):  # up to the last free byte
@@ -221,13 +221,13 @@ def append_whole(file: IO[bytes], data: bytes) -> None:
 
 
 def refuse_links(folder: Path, asked: str, names: Iterable[str], foreign: Collection[str] = ()) -> None:
-    """Raise ConfigError for a symbolic link out of a folder, among the names that are written there and below them.
+    """Raise ConfigError if a written name, or a file below it, is a symbolic link out of the folder.
 
     The folder itself may be a link, and links within it may lead to each other.
 
     Args:
         names: files and folders of `folder`; others are not examined.
-        foreign: those of the names whose contents other programs write, which may keep links there.
+        foreign: names written by other programs, which may contain links.
     """
     own = folder.resolve()
     for path in _below(own, names, foreign):
@@ -237,7 +237,7 @@ def refuse_links(folder: Path, asked: str, names: Iterable[str], foreign: Collec
 
 
 def check_model_files(folder: Path, patterns: Iterable[str]) -> None:
-    """Check that the files of a downloaded folder are regular ones, and that no link leads out of it.
+    """Check that a downloaded folder has only regular files and no links out of it.
 
     A file elsewhere would be copied into exports; weights, which are not, may be links. A hub's cache has links to the
     files in its `blobs`.

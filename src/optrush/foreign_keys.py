@@ -1,4 +1,4 @@
-"""Tables of the keys of other trainers: for each the place of its value in our YAML, or why it has none here.
+"""Tables of other trainers' keys: the place of each value in our YAML, or why it has none.
 
 `optrush import` translates files by them; a YAML with such a key is answered with our spelling. A place is a dotted
 path of our YAML, `*.NAME` a key of the objective's own section, and `@NAME` a value that `cli.import_config` combines
@@ -21,15 +21,15 @@ ToolName = Literal["axolotl", "llama-factory", "trl-sft", "trl-dpo", "trl-kto", 
 
 @dataclass(frozen=True)
 class Rule:
-    """What one key of another tool becomes."""
+    """The conversion of one key of another tool."""
 
     to: str = ""  # a place
-    values: Mapping[Any, Any] | None = None  # the value there, by the value here; others are refused
-    idle: str = ""  # why the key, or a value that is not one of `values`, has no effect here
-    note: str = ""  # what is different here, where the value has a place
-    only: tuple[Any, ...] = ()  # values without an effect; others are refused
-    do: str = ""  # instead of a value that is refused
-    null: str = ""  # what null means, where that is not the tool's default: it is refused
+    values: Mapping[Any, Any] | None = None  # their value -> ours; others are rejected
+    idle: str = ""  # why the key, or a value outside `values`, has no effect here
+    note: str = ""  # the difference here, if the value has a place
+    only: tuple[Any, ...] = ()  # values without an effect; others are rejected
+    do: str = ""  # remedy for a rejected value
+    null: str = ""  # meaning of null if not the tool's default: rejected
 
 
 def to(place: str, values: Mapping[Any, Any] | None = None, do: str = "") -> Rule:
@@ -45,7 +45,7 @@ def only(*values: Any, do: str) -> Rule:
 
 
 def on(technique: str, **options: Any) -> Rule:
-    """Return the rule of a key that switches a technique on or off."""
+    """Return the rule of a key that turns a technique on or off."""
     return to("with", {True: {technique: options}, False: {}})
 
 
@@ -65,30 +65,30 @@ def rules_of(fates: Mapping[str, str | Rule]) -> Table:
 
 LEAVE = "leave it out: optrush has no counterpart"
 NO_VIDEOS = only(do="leave it out: videos and audio are not trained on here")
-DROPPED = only(do="leave it out: what is too long is left out whole")
-LOGGED = listed("the name of a log; `tracker:` reports a run (docs/trackers.md)")
-PATHS = listed("where files are kept does not change the training")
+DROPPED = only(do="remove it: rows that are too long are dropped whole")
+LOGGED = listed("a logging option; `tracker:` reports a run (docs/trackers.md)")
+PATHS = listed("file locations do not change the training")
 SPEED = listed("a choice of kernels: `optrush plan` finds the fastest set for this machine")
 ELSEWHERE = listed("speed or memory of another trainer")
-EVALUATION = listed("evaluation takes the sizes and the precision of training")
-LAYOUT = listed("evaluation takes the layout of training")
-RECOMPUTED = listed("how torch recomputes: gradients are the same")
+EVALUATION = listed("evaluation uses training's batch sizes and precision")
+LAYOUT = listed("evaluation uses training's row layout")
+RECOMPUTED = listed("how torch recomputes; gradients do not change")
 COMPILED = listed("`compile` has settings of its own")
 READING = listed("rows are read and tokenised by `data.workers` processes")
 GENERATED = listed("no text is generated while training: `optrush generate` answers prompts afterwards")
-PACKED = listed("packing counts the tokens of the rows, and has its own window")
-SPECIAL = listed("special tokens are those of the tokenizer's files, and none is needed for padding")
-TOKENIZER = listed("tokenizer.json of the model's folder is read")
+PACKED = listed("packing measures row lengths and has its own window")
+SPECIAL = listed("special tokens come from the tokenizer's files; padding needs none")
+TOKENIZER = listed("the model folder's tokenizer.json is used")
 DEVICES = listed("a rank has one device: --ranks N, and `ddp` or `fsdp` follow")
-REFERENCE = listed("the reference is computed in batches of training's size")
-HUB_ACCESS = listed("access to the hub: the environment's HF_TOKEN is used")
+REFERENCE = listed("the reference uses training's batch size")
+HUB_ACCESS = listed("hub access uses the environment's HF_TOKEN")
 TEMPLATED = listed("the chat template of the model renders the rows")
 ON, OFF = (True, "true", "True", 1), (False, "false", "False", 0)
 ABSENT = only(*OFF, do=LEAVE)
 ALWAYS = only(*ON, do=LEAVE)
 NOT_RESUMED = only(*OFF, "auto", do="leave it out, and run: optrush train --resume auto")
 BOOL = {True: True, False: False}
-FLAG = {True: True, False: None}  # off is what it is where it is left out
+FLAG = {True: True, False: None}  # off is the default
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "@constant", "constant_with_warmup": "constant"} | {
     "cosine_with_min_lr": "cosine", "cosine_with_restarts": "@cosine", "warmup_stable_decay": "wsd",
@@ -120,15 +120,15 @@ FIRST: dict[Any, Any] = {
 }
 LOSSES = to("*.loss", {name: name for name in ("sigmoid", "ipo", "orpo", "simpo")}, do="dpo.loss: sigmoid or ipo")
 TEMPLATE = Rule(
-    "model.chat_template", {"chatml": "chatml"}, "the chat template of the model's own tokenizer is taken",
-    "chatml: a text begins with the tokenizer's begin-of-text token, where it has one",
+    "model.chat_template", {"chatml": "chatml"}, "the model's own chat template is used",
+    "chatml: texts start with the tokenizer's begin-of-text token, if it has one",
 )  # fmt: skip
 PRECOMPUTED = to("*.reference", {True: "precomputed", False: None})
 
 # Arguments of transformers' trainer, which LLaMA-Factory, TRL and most scripts take.
 TRAINER = rules_of({
     "model_name_or_path": "model.path", "model_revision": "model.revision", "output_dir": "output", "seed": "seed",
-    "data_seed": only(42, None, do="seed: the data's is the run's"),
+    "data_seed": only(42, None, do="seed: the run's seed also orders the data"),
     "per_device_train_batch_size": "@rows", "gradient_accumulation_steps": "@accumulate",
     "learning_rate": "optim.lr", "lr_scheduler_type": to("optim.schedule", SCHEDULES),
     "lr_scheduler_kwargs": "@schedule", "warmup_ratio": "@warmup_ratio", "warmup_steps": "@warmup_steps",
@@ -138,8 +138,8 @@ TRAINER = rules_of({
     "eval_steps": "@eval_steps", "save_strategy": "@save_strategy", "save_steps": "@save_steps",
     "save_total_limit": "train.keep", "load_best_model_at_end": to("train.best", BOOL),
     "overwrite_output_dir": to("train.overwrite", FLAG), "early_stopping_patience": "train.stop_after",
-    "metric_for_best_model": only("loss", "eval_loss", do="leave it out: the best is the least held-out loss"),
-    "greater_is_better": only(*OFF, do="leave it out: the best is the least held-out loss"),
+    "metric_for_best_model": only("loss", "eval_loss", do="leave it out: the best has the lowest held-out loss"),
+    "greater_is_better": only(*OFF, do="leave it out: the best checkpoint has the lowest held-out loss"),
     "bf16": to("@bf16", BF16), "fp16": on("amp", dtype="fp16"), "pure_bf16": to("@pure", FLAG), "fp8": on("fp8"),
     "optim": to("with", OPTIMIZERS), "attn_implementation": to("with", ATTENTION),
     "gradient_checkpointing": to("@recompute", RECOMPUTE), "activation_offloading": to(
@@ -154,11 +154,11 @@ TRAINER = rules_of({
     "do_train": ALWAYS, "do_predict": only(*OFF, do="optrush eval"),
     "predict_with_generate": only(*OFF, do="optrush generate answers a file of prompts"),
     "resume_from_checkpoint": NOT_RESUMED, "label_smoothing_factor": only(0, 0.0, do=LEAVE),
-    "do_eval": listed("held-out loss is measured where `data.eval` names rows"),
-    "push_to_hub": listed("optrush export RUN --push ORG/NAME does so afterwards"),
+    "do_eval": listed("held-out loss is measured if `data.eval` is set"),
+    "push_to_hub": listed("use optrush export RUN --push ORG/NAME afterwards"),
     "gradient_checkpointing_kwargs": RECOMPUTED, "torch_compile_backend torch_compile_mode": COMPILED,
-    "tf32": listed("float32 products stay float32 unless a precision is chosen"), "fp8_backend": SPEED,
-    "fp8_enable_fsdp_float8_all_gather": listed("`fsdp` decides in which precision weights are gathered"),
+    "tf32": listed("float32 matmuls stay float32 unless a precision is chosen"), "fp8_backend": SPEED,
+    "fp8_enable_fsdp_float8_all_gather": listed("`fsdp` chooses the precision of gathered weights"),
     "fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params": listed("`fsdp: {}` shards block by block"),
     "trust_remote_code": listed("no code from a model's folder runs"),
     "report_to run_name logging_dir project plot_loss include_num_input_tokens_seen log_level disable_tqdm "
@@ -166,18 +166,18 @@ TRAINER = rules_of({
     "hub_model_id hub_strategy hub_private_repo hub_token": HUB_ACCESS,
     "per_device_eval_batch_size eval_accumulation_steps bf16_full_eval": EVALUATION,
     "dataset_num_proc preprocessing_num_workers": READING,
-    "remove_unused_columns": listed("keys of the rows that are not read are named in the run's log"),
-    "overwrite_cache": listed("tokenised rows are cached by what they are made of"), "use_cache": GENERATED,
+    "remove_unused_columns": listed("the run's log lists unread keys of the rows"),
+    "overwrite_cache": listed("the cache of tokenised rows is keyed by content"), "use_cache": GENERATED,
     "use_fast_tokenizer": TOKENIZER, "save_safetensors": listed("weights are written as safetensors"),
     "average_tokens_across_devices": listed("the loss is divided by the targets of all ranks"), "local_rank": DEVICES,
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor ddp_find_unused_parameters "
     "low_cpu_mem_usage ddp_bucket_cap_mb ddp_broadcast_buffers torch_empty_cache_steps accelerator_config": ELSEWHERE,
-    "dataloader_drop_last": listed("each row is read once an epoch, those of the last step too"),
+    "dataloader_drop_last": listed("every row is read once per epoch, in the last step too"),
     "logging_nan_inf_filter skip_memory_metrics log_level_replica save_on_each_node": LOGGED,
     "hub_always_push hub_revision": HUB_ACCESS, "auto_find_batch_size full_determinism": ABSENT,
     "prediction_loss_only eval_on_start eval_delay include_for_metrics batch_eval_metrics eval_do_concat_batches":
         EVALUATION,
-    "save_only_model": listed("a checkpoint has all that a run needs to go on"),
+    "save_only_model": listed("a checkpoint always has the full state to resume"),
     "lora_r lora_rank": "with.lora.rank", "lora_alpha": "with.lora.alpha", "lora_dropout": "with.lora.dropout",
     "use_rslora": to("with.lora.rslora", FLAG), "use_dora": to("with.lora.dora", FLAG),
     "load_in_4bit": to("@four", FLAG), "load_in_8bit": to("@eight", FLAG), "loraplus_lr_ratio": "with.lora.lr_ratio",
@@ -187,18 +187,18 @@ TRL = TRAINER | rules_of({
     "model_name": "model.path", "use_peft": to("@adapter", {True: "lora", False: None}),
     "lora_target_modules": "with.lora.targets", "lora_modules_to_save": "with.lora.save",
     "lora_task_type": only("CAUSAL_LM", do=LEAVE), "dtype torch_dtype": to("@pure", DTYPES),
-    "bnb_4bit_quant_type": only("nf4", do="nf4 is the one type of four bits here"),
-    "use_bnb_nested_quant": to("@double", BOOL), "bnb_4bit_quant_storage": listed("codes are bytes here"),
+    "bnb_4bit_quant_type": only("nf4", do="nf4 is the only 4-bit type"),
+    "use_bnb_nested_quant": to("@double", BOOL), "bnb_4bit_quant_storage": listed("codes are stored as bytes"),
     "dataset_name": "@data", "dataset_config": "@data_config", "dataset_train_split": "@data_split",
     "dataset_test_split": "@test_split", "dataset_streaming": to("data.stream", FLAG),
     "dataset_text_field": "@text_field",
     "max_length max_seq_length": Rule("batch.seq", null="rows of any length", do="give a length"),
     "packing padding_free": on("packing"), "eval_packing": LAYOUT,
-    "packing_strategy": only("bfd", do="leave it out: rows are filled best fit first"),
+    "packing_strategy": only("bfd", do="leave it out: packing is best-fit decreasing"),
     "truncation_mode": only("keep_start", do="data.too_long: truncate keeps the beginning"),
     "completion_only_loss": to("@answers", BOOL), "assistant_only_loss": to("@assistant", FLAG),
-    "chat_template_path": "model.chat_template", "eos_token": listed("the tokenizer's own ends a text"),
-    "pad_token": listed("no token is padding here"), "pad_to_multiple_of": listed("padding has its own width here"),
+    "chat_template_path": "model.chat_template", "eos_token": listed("the tokenizer's own token ends a text"),
+    "pad_token": listed("padding needs no token"), "pad_to_multiple_of": listed("padding has its own width here"),
     "shuffle_dataset": listed("every epoch is shuffled, by the seed"),
     "ignore_bias_buffers": listed("`ddp` sends no buffers"), "num_processes": "@ranks",
     "accelerate_config": "@accelerate", "env": listed("set variables where the command is run"),
@@ -224,7 +224,7 @@ TRL_REWARD = TRL | rules_of({
 TRL_GKD = TRL_SFT | rules_of({
     "teacher_model_name_or_path": "distill.teacher", "temperature": "distill.temperature",
     "beta": to("distill.divergence", {0: "forward", 1: "reverse"}, do="beta: 0 (forward) or 1 (reverse)"),
-    "lmbda": only(0, 0.0, do="lmbda: 0 learns from the rows; else that share of the answers is generated in training"),
+    "lmbda": only(0, 0.0, do="lmbda: 0 trains on the rows; otherwise that share of answers is generated in training"),
     "seq_kd": only(*OFF, do="write the teacher's answers first: optrush generate"), "disable_dropout": ALWAYS,
     "max_new_tokens": listed("no answer is generated while training"),
 })  # fmt: skip
@@ -248,7 +248,7 @@ LLAMA_FACTORY = TRAINER | rules_of({
     "adapter_name_or_path": "with.lora.init", "quantization_bit": to("@bits", {4: 4, 8: 8}),
     "quantization_method": only("bnb", "bitsandbytes", do="nf4, int8"), "double_quantization": to("@double", BOOL),
     "pissa_init": to("@pissa", FLAG), "pissa_iter": "@pissa_iter",
-    "pissa_convert": listed("an adapter is always written for the published weights"),
+    "pissa_convert": listed("adapters are always saved for the published weights"),
     "upcast_layernorm": listed("norms are computed in float32"), "dataset": "@data", "eval_dataset": "@held_out",
     "dataset_dir": "@dataset_dir", "val_size": "data.eval", "template": TEMPLATE, "cutoff_len": "batch.seq",
     "packing neat_packing": on("packing"), "train_on_prompt": to("data.train_on", {True: "all", False: None}),
@@ -262,19 +262,19 @@ LLAMA_FACTORY = TRAINER | rules_of({
     "enable_thinking": listed("rows are rendered as they are"), "use_reentrant_gc": RECOMPUTED,
     "export_dir": only(do="leave it out, and run: optrush export RUN"),
     "infer_backend": only(do="this is no training: optrush chat"),
-    "ref_model": only(do="leave it out: the reference is the model that training begins with"),
+    "ref_model": only(do="leave it out: the reference is the model before training"),
     "freeze_vision_tower": only(*ON, do="leave it out, and write image: {train: tower} into the YAML"),
     "freeze_multi_modal_projector": only(*ON, do="leave it out, and write image: {train: projector} into the YAML"),
     "image_max_pixels": "data.max_pixels", "image_min_pixels": "data.min_pixels",
     "video_max_pixels video_min_pixels": NO_VIDEOS, "early_stopping_steps": "train.stop_after",
-    "reserved_label_len": listed("a document is cut at its end"),
+    "reserved_label_len": listed("documents are truncated at the end"),
     "preprocessing_batch_size data_shared_file_system": READING, "use_v1_kernels": SPEED,
     "add_tokens add_special_tokens": "model.add_tokens", "mix_strategy": only(
         "concat", do="mix_strategy: concat; data.path: [{path: FILE, weight: 0.5}] reads less of one"),
-    "compute_accuracy eval_on_each_dataset": listed("held-out loss is measured; `optrush eval` does so afterwards"),
+    "compute_accuracy eval_on_each_dataset": listed("held-out loss is measured; use `optrush eval` afterwards"),
     "print_param_status": LOGGED, "ms_hub_token om_hub_token hf_hub_token": HUB_ACCESS,
     "max_new_tokens top_p top_k temperature repetition_penalty skip_special_tokens do_sample num_beams": GENERATED,
-    "ignore_pad_token_for_loss": only(*ON, do="leave it out: padding is never learnt"),
+    "ignore_pad_token_for_loss": only(*ON, do="leave it out: padding is never a target"),
     "infer_dtype offload_folder": ELSEWHERE,
 })  # fmt: skip
 AXOLOTL = TRAINER | rules_of({
@@ -311,9 +311,9 @@ AXOLOTL = TRAINER | rules_of({
     "pad_to_sequence_len": to("@whole_rows", BOOL), "plugins": "@plugins",
     "cut_cross_entropy liger_fused_linear_cross_entropy chunked_cross_entropy": on("fused-loss"),
     "noisy_embedding_alpha": "with.neftune.alpha",
-    "auto_resume_from_checkpoints": listed("optrush train --resume auto goes on"),
+    "auto_resume_from_checkpoints": listed("use optrush train --resume auto"),
     "strict": listed("keys are always checked"),
-    "quantize_moe_experts": listed("experts are held in the bits of the linears beside them"),
+    "quantize_moe_experts": listed("experts use the same bits as the other linears"),
     "liger_glu_activation liger_rms_norm liger_layer_norm liger_rope liger_cross_entropy liger_rms_norm_gated "
     "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel unsloth_lora_mlp flash_attn_cross_entropy "
     "flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv flash_optimum flex_attn_compile_kwargs use_kernels "
@@ -324,20 +324,20 @@ AXOLOTL = TRAINER | rules_of({
     "dpo_use_logits_to_keep dpo_padding_free batch_flattening ring_attn_func heads_k_stride sdpa_varlen deepcompile "
     "large_head_attention gemma4_hybrid_attn_impl expert_backend dsv4_fp4_grouped_mode expert_parallel_backend "
     "expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes expert_parallel_fallback_on_unsupported": ELSEWHERE,
-    "llama4_linearized_experts": listed("experts are read as one matrix or one by one"),
+    "llama4_linearized_experts": listed("experts load as one matrix or one by one"),
     "resize_token_embeddings_to_32x": listed("the embedding keeps its size"),
     "tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common tokenizer_save_jinja_files": TOKENIZER,
     "tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp layer_offloading gc_steps gc_collect_steps max_memory "
     "cpu_offload_pin_memory qlora_sharded_model_loading peft_autocast_adapter_dtype embeddings_skip_upcast": ELSEWHERE,
     "selective_checkpointing recompute_layer_types dynamic_checkpoint": RECOMPUTED, "torch_compile_options": COMPILED,
     "fp32_norms fp32_norm_classes": listed("norms are computed in float32"),
-    "freeze_mm_modules": listed("the language model alone is trained"),
+    "freeze_mm_modules": listed("only the language model is trained"),
     "base_model_ignore_patterns": PATHS,
     "eta_min": listed("axolotl does not read it: `cosine_min_lr_ratio` is a floor"),
-    "lora_fan_in_fan_out": listed("PEFT switches it off for linears"),
+    "lora_fan_in_fan_out": listed("PEFT disables it for linears"),
     "model_quantization_config": only("Mxfp4Config", do="leave it out: stored MXFP4 is read as it is"),
     "model_quantization_config_kwargs": only({"dequantize": True}, do="leave it out: stored MXFP4 is read as it is"),
-    "pretrain_multipack_attn": only(*ON, do="true: packed documents never see each other"),
+    "pretrain_multipack_attn": only(*ON, do="true: packed documents never attend to each other"),
     "shuffle_before_merging_datasets": listed("every epoch is shuffled, by the seed"),
     "do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset bench_split lm_eval_tasks lm_eval_batch_size "
     "lm_eval_post_train": listed("held-out loss is measured; `optrush eval` measures more afterwards"),
@@ -352,16 +352,16 @@ AXOLOTL = TRAINER | rules_of({
     "bnb_config_kwargs": "@bnb",
     "dataset_prepared_path torchdistx_path": PATHS, "push_dataset_to_hub hf_use_auth_token": HUB_ACCESS,
     "debug": listed("--debug shows tracebacks"), "shuffle_merged_datasets": only(*ON, do="rows are always shuffled"),
-    "loss_watchdog_threshold loss_watchdog_patience": listed("a loss that is not finite stops a run"),
-    "save_first_step": listed("`train.save_every` says when checkpoints are written"),
+    "loss_watchdog_threshold loss_watchdog_patience": listed("a run stops if the loss is not finite"),
+    "save_first_step": listed("`train.save_every` sets when checkpoints are written"),
     "max_packed_sequence_len": only(do="sample_packing: true"), "processor_type": only(
-        "AutoProcessor", do="leave it out: the base's image processor is taken"),
+        "AutoProcessor", do="leave it out: the base's image processor is used"),
     "skip_prepare_dataset": listed("images are read while rows are tokenised"),
     "curriculum_sampling relora gptq": ABSENT,
-    "lora_on_cpu": listed("where an adapter is merged: `optrush export` merges one"),
+    "lora_on_cpu": listed("where adapters are merged; use `optrush export`"),
     "cosine_min_lr_ratio": "optim.min_lr_ratio",
     "cosine_constant_lr_ratio": only(
-        0, 0.0, do="leave it out: a cosine falls to the end; optim.schedule: wsd keeps its rate first"),
+        0, 0.0, do="leave it out: a cosine decays to the end; optim.schedule: wsd holds the rate first"),
     "eval_max_new_tokens eval_table_size generate_samples num_generation_samples generation_max_new_tokens": GENERATED,
     "gpu_count": listed("--ranks N"),
     "use_tensorboard use_wandb project_name": LOGGED, "orpo_alpha": "*.beta",
@@ -391,7 +391,7 @@ class Tool:
     name: str
     keys: Table
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    needed: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # what the key is if left out, what to do
+    needed: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # meaning if absent, and remedy
 
 
 _TRAINER: dict[str, Any] = {
@@ -421,7 +421,7 @@ TOOLS: dict[ToolName, Tool] = {
     "trl-kto": Tool("trl-kto", TRL_KTO, {**_TRL, "optim.lr": 1e-6, "objective": "kto"}),
     "trl-reward": Tool("trl-reward", TRL_REWARD, {**_TRL, "optim.lr": 1e-4, "objective": "reward"}),
     "trl-gkd": Tool("trl-gkd", TRL_GKD, {**_SFT, "objective": "distill", "distill.temperature": 0.9}, {
-        "lmbda": ("0.5: half of the answers are generated while training", "lmbda: 0 learns from the rows"),
+        "lmbda": ("0.5: half of the answers are generated while training", "lmbda: 0 trains on the rows"),
         "beta": ("0.5: between both divergences", "beta: 0 (forward) or 1 (reverse)"),
     }),
     "train.py": Tool("train.py", SCRIPT, {**_SFT, "@test_split": None}),
@@ -433,11 +433,11 @@ TOOLS: dict[ToolName, Tool] = {
 
 @dataclass(frozen=True)
 class ValueKind:
-    """What a value of a place must be, and how it is written there; None leaves it out."""
+    """The type of a place's value, and its conversion; None omits it."""
 
     kinds: tuple[type, ...]
-    read: Callable[[Any], Any] = lambda value: value  # raises ValueError with what to do
-    do: str = ""  # instead of a value of another kind
+    read: Callable[[Any], Any] = lambda value: value  # raises ValueError with a remedy
+    do: str = ""  # remedy for a value of another type
 
     @property
     def words(self) -> str:
@@ -448,13 +448,13 @@ class ValueKind:
 
 def _share(value: Any) -> Any:
     if isinstance(value, int | float) and value >= 1:
-        raise ValueError("give the share of the rows that is held out, such as 0.05")
+        raise ValueError("give the held-out fraction of the rows, such as 0.05")
     return value or None
 
 
 def _clip(value: float) -> float:
     if not value:
-        raise ValueError("optim.clip: null clips nothing")
+        raise ValueError("optim.clip: null turns clipping off")
     return float(value)
 
 
@@ -518,12 +518,12 @@ _SOURCE = rules_of({
 # An entry of axolotl's `datasets`: of conversations, and of other rows.
 CHAT_SOURCE = Tool("axolotl's datasets", _SOURCE | rules_of({
     "roles_to_train": "@learnt", "message_field_training": "@mark", "drop_system_message": only(
-        *OFF, do="take the system's message out of the rows"),
-    **{key: only("turn", do=f"{key}: turn, for the ends of the answers alone are learnt")
+        *OFF, do="remove the system message from the rows"),
+    **{key: only("turn", do=f"{key}: turn: only the ends of answers are targets")
        for key in ("train_on_eos", "train_on_eot")},
 }))  # fmt: skip
 TEXT_SOURCE = Tool("axolotl's datasets", _SOURCE | rules_of({
-    " ".join(LEARNING): listed("axolotl does not read it of rows of this type")}))  # fmt: skip
+    " ".join(LEARNING): listed("axolotl ignores it for rows of this type")}))  # fmt: skip
 # An entry of LLaMA-Factory's list of data sets; the columns of its rows, and the keys and roles of their turns.
 FACTORY_ENTRY = Tool("LLaMA-Factory's list", rules_of({
     "file_name": "file_name", "hf_hub_url": "hf_hub_url", "split": "split", "subset": "name", "columns": "@columns",
@@ -541,19 +541,19 @@ FACTORY_COLUMNS = Tool("LLaMA-Factory's columns", rules_of({
 }))  # fmt: skip
 FACTORY_TAGS = Tool("LLaMA-Factory's tags", rules_of({
     "role_tag": "@role", "content_tag": "@content", "user_tag": "user", "assistant_tag": "assistant",
-    "system_tag": "system", "observation_tag": "tool", "function_tag": listed("a turn that calls tools keeps its role"),
+    "system_tag": "system", "observation_tag": "tool", "function_tag": listed("a turn with tool calls keeps its role"),
 }))  # fmt: skip
 # Arguments of bitsandbytes, under a key of axolotl's.
 BITSANDBYTES = Tool("bitsandbytes", rules_of({
-    "bnb_4bit_quant_type": only("nf4", do="take nf4, the one type of four bits here"),
-    "bnb_4bit_use_double_quant": to("@double", BOOL), "bnb_4bit_quant_storage": listed("codes are bytes here"),
-    "bnb_4bit_compute_dtype llm_int8_threshold": listed("codes are multiplied in the precision of the run"),
-    "load_in_4bit load_in_8bit": only(do="write it beside bnb_config_kwargs, not within"),
+    "bnb_4bit_quant_type": only("nf4", do="use nf4, the only 4-bit type"),
+    "bnb_4bit_use_double_quant": to("@double", BOOL), "bnb_4bit_quant_storage": listed("codes are stored as bytes"),
+    "bnb_4bit_compute_dtype llm_int8_threshold": listed("matmuls use the run's precision"),
+    "load_in_4bit load_in_8bit": only(do="write it next to bnb_config_kwargs, not inside"),
     "llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight": ABSENT,
 }))  # fmt: skip
-# Columns that LLaMA-Factory does not read where its list names others and not these; ours by theirs.
+# Columns that LLaMA-Factory ignores if its list names only others; ours by theirs.
 FACTORY_UNNAMED = {"query": "input", "system": "system"}
-# The columns that it reads where its list names none.
+# Its default columns.
 FACTORY_NAMED = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 IGNORED = "ignore"
 
@@ -570,7 +570,7 @@ NEAREST = {
     "*.label_smoothing": "dpo.label_smoothing", "*.desirable_weight": "kto.desirable_weight",
     "*.undesirable_weight": "kto.undesirable_weight",
 }  # fmt: skip
-# Lines for those whose value is another one here.
+# Lines for keys with another value here.
 LINES = {
     "@rows": "batch: {micro_tokens: N}, where N is VALUE rows x batch.seq",
     "@all_rows": "batch: {tokens: N}, where N is VALUE rows x batch.seq x ranks",
@@ -586,7 +586,7 @@ LINES = {
 }  # fmt: skip
 
 
-# Keys for what is a flag of a verb here.
+# Keys that are command-line flags here.
 FLAGS = {"resume_from_checkpoint": "optrush train CONFIG --resume auto"} | spread({
     "hours max_hours time max_time deadline time_limit": "optrush plan CONFIG --solve hours=N finds the steps",
     "usd cost max_cost dollars price budget": "optrush plan CONFIG --solve usd=N (or hours=N) finds the steps",
@@ -594,7 +594,7 @@ FLAGS = {"resume_from_checkpoint": "optrush train CONFIG --resume auto"} | sprea
 
 
 def foreign_spelling(key: str, value: Any) -> str | None:
-    """Return what to write for a key of another tool; None if no tool has it, or its value has no place of its own."""
+    """Return our line for another tool's key; None if no tool has it, or its value has no place."""
     name = key.lower().replace("-", "_")
     rule = next((tool.keys[name] for tool in TOOLS.values() if name in tool.keys), Rule())
     if rule.to == "@tokens" and str(value)[:1].isdigit():  # how long to train, not tokens to add
@@ -606,13 +606,13 @@ def foreign_spelling(key: str, value: Any) -> str | None:
     if not line or rule.to == key:
         return None
     if value is False:
-        return "leave it out: it is off unless it is written"
+        return "leave it out: it is off by default"
     known = rule.values or {}
     if rule is TEMPLATE and value not in known and not str(value).endswith((".jinja", ".jinja2", ".j2")):
         return f"leave it out: {rule.idle}, and none on rows of text, or of prompt and completion"
     value = known.get(value if isinstance(value, str | int | float) else "", known.get(True, value))
     if value in (None, {}):
-        return "leave it out: so it is unless something else is written"
+        return "leave it out: it is the default"
     if place == "with" and not isinstance(value, dict):
         if value is not True:
             return None
@@ -621,7 +621,7 @@ def foreign_spelling(key: str, value: Any) -> str | None:
 
 
 def _line(place: str) -> str:
-    """Return the line of a place in our YAML; empty for what has no place there."""
+    """Return the line of a place in our YAML; empty without a place."""
     if place[:1] in ("", "@", "*"):
         return ""
     first, *rest = place.split(".")

@@ -1,6 +1,6 @@
 """Generate text with a model: find its folder, render prompts with its chat template, sample answers.
 
-Many prompts are answered by our own decoder where it has the model (models/sampling.py), else by transformers'
+Our own decoder answers many prompts if it has the model (models/sampling.py), else transformers'
 generate, which also streams a chat. A prompt is rendered exactly as training renders a conversation
 (data/chat_template.py). An answer ends at the tokens of the model's generation config or where its template ends a
 turn. A model's output is untrusted text: print it through `console.shown`.
@@ -52,13 +52,13 @@ from optrush.technique import compilers, library
 from optrush.trainer.run_dir import RUN
 
 ADAPTER = "adapter_config.json"
-TURNS = 16  # answers, as a multiple of those at the same time, until the first ones are given out
+TURNS = 16  # answers before output starts, as a multiple of the slots
 WEIGHTS = "adapter_model.safetensors"
-# Fields taken from the folder's generation_config.json, with its end tokens: properties of the model. How to sample is
-# set by the flags alone.
+# Fields taken from the folder's generation_config.json, with its end tokens: properties of the model. Only the
+# flags set the sampling.
 OWN = ("bos_token_id", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens",
        "begin_suppress_tokens")  # fmt: skip
-STORED = ("float32", "bfloat16", "float16")  # what our own decoder computes in
+STORED = ("float32", "bfloat16", "float16")  # compute dtypes of our own decoder
 
 
 # --- which folder
@@ -75,7 +75,7 @@ class ModelSource:
 
 
 def find_model(text: str) -> ModelSource:
-    """Find the model of a name: a run's folder (its model/, else its adapter/ on the base), or any other model.
+    """Find a model by name: a run folder (its model/, else its adapter/ on the base), or any other model.
 
     Raises:
         ConfigError: nothing is there, or a run that has written no model yet.
@@ -118,7 +118,7 @@ def base_of(source: ModelSource, asked: str) -> ModelSource:
     """Return the model that training began with.
 
     Raises:
-        ConfigError: that is not known, or it was random.
+        ConfigError: the base is unknown, or had random weights.
     """
     if source.config is not None:
         return ModelSource(str(source.config.model.path), _published(source.config, asked))
@@ -135,7 +135,7 @@ def _published(config: Config, asked: str) -> Path:
 
 
 def _located(path: str) -> Path:
-    """Return the folder of a model as a configuration names it."""
+    """Return the folder of a configuration's model."""
     folder, _ = locate(Config(model=Model(path=path), objective="pretrain", data=Data(random=1), output="."))
     assert folder is not None, "no shape was asked for"
     return folder
@@ -150,22 +150,22 @@ class Answer:
 
     text: str
     tokens: int
-    finish: str  # stop: it ended by itself; length: cut off; interrupted
+    finish: str  # stop: ended by itself; length: cut off; interrupted
 
     def facts(self, name: str = "answer") -> dict[str, Any]:
-        """Return the text under a name, and its other fields (with that prefix, unless it is `answer`)."""
+        """Return a mapping with the text under a name, and the other fields (prefixed unless it is `answer`)."""
         prefix = "" if name == "answer" else f"{name}_"
         return {name: self.text, f"{prefix}tokens": self.tokens, f"{prefix}finish": self.finish}
 
 
 class PromptTokens(list[int]):
-    """The tokens of a prompt, and the images whose placeholders are among them."""
+    """The tokens of a prompt, and its images."""
 
     images: tuple[SeenImage, ...] = ()
 
 
 def _joined(values: Sequence[Tensor], name: str) -> Tensor:
-    """Return what a model takes of each image as one, filled up to the largest; places beside it with -1."""
+    """Return the images' model inputs as batched tensors, padded to the largest; positions with -1."""
     sizes = [max(ends) for ends in zip(*(t.shape for t in values), strict=True)]
     wanted = [[(0, most - n) for n, most in zip(t.shape[1:], sizes[1:], strict=True)][::-1] for t in values]
     fill = -1 if name == "image_position_ids" else 0
@@ -179,8 +179,8 @@ class GenerationModel:
         """Load a model.
 
         Args:
-            template: the chat template of a model that has none of its own, such as the base of a trained model.
-            streams: for a chat, too; else `answers` alone works.
+            template: the chat template for a model without one, such as the base of a trained model.
+            streams: also for chat; else only `answers` works.
         """
         self.name = source.name
         self.room: int | None
@@ -191,7 +191,7 @@ class GenerationModel:
         self.tokens = Tokens(self.tokenizer)
         sizes = {} if source.config is None else source.config.data.model_dump(include={"min_pixels", "max_pixels"})
         asked = Config(model=Model(path=self.name), objective="sft", data=Data(random=1, **sizes), output=".")
-        self.images = image_reader(asked, source.folder, self.tokenizer)  # of pixels as they were trained with
+        self.images = image_reader(asked, source.folder, self.tokenizer)  # with the pixel limits of training
         self.tokens.images = self.images
         self.decoder: Decoder | None
         self._names: WeightMap | None
@@ -204,7 +204,7 @@ class GenerationModel:
             self.model = _loaded(source, self.device)
             given = self.model.generation_config
             ends, self.room = given.eos_token_id, getattr(self.model.config, "max_position_embeddings", None)
-            # What settings leave open, transformers takes from here.
+            # Defaults for transformers.
             self.model.generation_config = type(given)(**{key: getattr(given, key, None) for key in OWN})
         self.stops = answer_ends(self.tokenizer, ends)
         self.template: Template | None = None
@@ -217,7 +217,7 @@ class GenerationModel:
         self._controls = any_of({str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special})
 
     def ids(self, prompt: str | Sequence[Message], where: RowLocation, tools: Sequence[Any] = ()) -> PromptTokens:
-        """Return the tokens of a conversation up to where its answer begins, or of a text unchanged.
+        """Return the tokens of a conversation up to its answer, or of a text unchanged.
 
         Raises:
             DataError: no template, a message that forges a turn, or more tokens than the model has positions.
@@ -256,7 +256,7 @@ class GenerationModel:
         return given
 
     def _seen(self, prompts: Sequence[Sequence[int]], tokens: Tensor) -> dict[str, Tensor]:
-        """Return what transformers' generate takes of the images in prompts, whose tokens are (prompts, T)."""
+        """Return the image inputs of transformers' generate for prompts with tokens (prompts, T)."""
         images = [image for ids in prompts for image in getattr(ids, "images", ())]
         if not images:
             return {}
@@ -295,11 +295,11 @@ class GenerationModel:
     def answers(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first: int = 0, slots: int = 0
     ) -> list[Answer]:
-        """Answer each prompt; as one batch, but for those that the model's positions leave less room.
+        """Answer each prompt in one batch, except prompts with less room in the model's positions.
 
         Args:
-            first: the number of the first prompt, which what is drawn depends on.
-            slots: answers at the same time, where our own decoder answers; 0: all.
+            first: the number of the first prompt; draws depend on it.
+            slots: answers at once in our own decoder; 0: all.
         """
         alike: dict[int, list[int]] = {}
         for i, ids in enumerate(prompts):
@@ -351,7 +351,7 @@ class GenerationModel:
         """Return the scores of the next token, (prompts, vocabulary); transformers calls it before it draws one.
 
         Raises:
-            RunError: NaN or infinity among them; -infinity is a token that cannot follow.
+            RunError: NaN or +infinity among them; -infinity marks an impossible token.
         """
         if scores.amax(-1).isfinite().all():
             return scores
@@ -389,7 +389,7 @@ class GenerationModel:
                         logits_processor=[self._check_scores], **self._seen([ids], prompt),
                     )  # fmt: skip
                 results.append(out[0, len(ids) :])
-            except BaseException as error:  # raised in the caller, which waits for the streamer's end
+            except BaseException as error:  # re-raised in the waiting caller
                 results.append(error)
                 streamer.end()  # type: ignore[no-untyped-call]
 
@@ -407,7 +407,7 @@ class GenerationModel:
             stop.set()
             raise
         finally:
-            thread.join()  # a thread that computes would abort the process while Python takes itself down
+            thread.join()  # a running thread would abort the process at interpreter exit
         if isinstance(results[0], BaseException):
             raise results[0]
         return self._answer(results[0], stop.is_set())
@@ -425,7 +425,7 @@ def _decoder(source: ModelSource, device: torch.device) -> tuple[Decoder, Weight
     """Load our own decoder, with the map of its published names.
 
     None: an adapter without its base, a penalty of the model's own, or a model it is not for.
-    Nor on a GPU for which this machine makes no kernels.
+    Nor on a GPU without kernels on this machine.
 
     Raises:
         NeedsError: weights that do not fit the config.json.
@@ -469,7 +469,7 @@ def _loaded(source: ModelSource, device: torch.device) -> Any:
 
     asked, do = f"the adapter {source.adapter}", "name an adapter of this base, as PEFT writes it"
     check_model_files(source.adapter, FILES)
-    try:  # PEFT alone would load a pickle, or contact the hub
+    try:  # PEFT itself would load a pickle, or contact the hub
         with safe_open(regular(source.adapter / WEIGHTS), "pt") as file:
             names = set(file.keys())
     except (OSError, SafetensorError):
@@ -479,7 +479,7 @@ def _loaded(source: ModelSource, device: torch.device) -> Any:
     if tokens > base.get_input_embeddings().weight.shape[0]:  # tokens that the run added
         base.resize_token_embeddings(tokens, mean_resizing=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what PEFT warns of missing names is an error here
+        warnings.simplefilter("ignore")  # PEFT's warnings of missing names are errors here
         try:
             model = PeftModel.from_pretrained(base, source.adapter, local_files_only=True)
         except (ValueError, TypeError, RuntimeError, KeyError, OSError, ImportError, AttributeError) as error:
@@ -500,14 +500,14 @@ def template_of(source: ModelSource) -> str | None:
 
 
 def _tokenizer_folder(source: ModelSource) -> Path:
-    """Return the folder with the tokenizer: the adapter's, where it has one."""
+    """Return the folder with the tokenizer: the adapter's, if it has one."""
     own = source.adapter is not None and (source.adapter / "tokenizer.json").is_file()
     return source.adapter if own and source.adapter is not None else source.folder
 
 
 # --- Prompts: rows of any kind that training reads, with or without the answer.
 #
-# A row is read as training reads it (data/schema.py). Where it has no answer, a placeholder takes its place while it is
+# A row is parsed as in training (data/schema.py). Without an answer, a placeholder takes its place while it is
 # read, so that there is one reader and one set of errors.
 
 
@@ -527,7 +527,7 @@ class Prompt:
 
 
 def row_of(message: Message) -> dict[str, Any]:
-    """Return a turn as a row of data has it, with its images among its texts."""
+    """Return a turn in the form of a data row, with images among its texts."""
     shown, texts = message.shown(), message.content.split(MARK)
     if not message.images:
         return shown
@@ -541,14 +541,14 @@ def row_of(message: Message) -> dict[str, Any]:
 def prompts(path: Path, plain: bool = False, system: str | None = None) -> Iterator[Prompt]:
     """Read the prompts of a file of rows.
 
-    A conversation is the prompt up to its last assistant turn, which is the reference. A `prompt` alone is a user's
+    A conversation is the prompt up to its last assistant turn, which is the reference. A `prompt` only is a user's
     turn, or with `plain` a text; with a `completion` it is a text, as in training. A `text` is continued.
 
     Args:
-        system: a system turn for conversations that have none.
+        system: a system turn for conversations without one.
 
     Raises:
-        DataError: no such file, or a row that is no prompt, with its source.
+        DataError: no such file, or a row without a prompt, with its source.
     """
     for where, found in read_rows(path):
         prompt = read_prompt(where, found, plain)
@@ -565,7 +565,7 @@ def read_prompt(where: RowLocation, found: dict[str, Any], plain: bool) -> Promp
 
 
 def prompt_of(where: RowLocation, row: schema.Row, plain: bool = False, answered: bool = True) -> Prompt:
-    """Return the prompt of a parsed row, with its answer as the reference if it is the row's own."""
+    """Return the prompt of a parsed row, with the row's own answer, if any, as the reference."""
     row = parts_of(row)[0]
     if isinstance(row, Text):
         return Prompt(where, row.text)
@@ -573,7 +573,7 @@ def prompt_of(where: RowLocation, row: schema.Row, plain: bool = False, answered
         return Prompt(where, row.prompt, (), row.completion if answered else None)
     last = len(row.messages) - 1
     if row.prompt and row.prompt < last:
-        last = row.prompt  # of a pair: its answer begins there
+        last = row.prompt  # of a pair: the answer starts here
     asked, answer = row.messages[:last], row.messages[last]
     if not asked or answer.role != "assistant":
         raise schema.bad_row(where, "no turn to answer")
@@ -616,7 +616,7 @@ def generate_answers(
     """Yield the model's answers in the order of the prompts; it is loaded here and freed afterwards.
 
     Args:
-        template: the chat template of a model that has none.
+        template: the chat template for a model without one.
 
     Raises:
         UserError: before anything is generated, if one of the prompts is invalid.

@@ -22,8 +22,8 @@ from pathlib import Path, PurePosixPath
 from optrush.errors import ConfigError
 
 GIB = 2**30
-CONTEXT_BYTES = 800 << 20  # of a CUDA process on its device, in addition to torch's allocations
-TILE = 64  # rows or columns behind a matrix fill whole tiles of a product; else a compiler would pad, and copy
+CONTEXT_BYTES = 800 << 20  # per CUDA process, in addition to torch's allocations
+TILE = 64  # rows or columns that fill whole matmul tiles; else a compiler would pad, and copy
 
 
 def tiles(many: int) -> int:
@@ -33,7 +33,7 @@ def tiles(many: int) -> int:
 
 @dataclass(frozen=True)
 class Network:
-    """What connects hosts: bytes a second of one direction, into each host, and the seconds of a step over it."""
+    """The network between hosts: bytes per second into each host, and seconds per step over it."""
 
     name: str
     bytes_s: float
@@ -42,21 +42,21 @@ class Network:
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator by the driver's name; without one the CPU. None: not known."""
+    """One accelerator by the driver's name, or the CPU. None: unknown."""
 
     kind: str  # "cuda" or "cpu"
     name: str
     capability: tuple[int, int]  # (0, 0) on CPU
-    peak_flop_s: float | None  # dense bf16; None: not known or not supported, and MFU is null
+    peak_flop_s: float | None  # dense bf16; None: unknown or not supported, and MFU is null
     half_flop_s: float | None = None  # the faster of dense bf16 and fp16
     float32_flop_s: float | None = None  # without tensor cores, as torch multiplies float32 by default
     bandwidth_bytes_s: float | None = None  # device memory
     link_bytes_s: float | None = None  # to another device of the same host, one direction
     memory_bytes: int | None = None  # all of it, as the driver reports
     host_memory_bytes: int | None = None  # of the host that a GPU is in
-    hosts: int = 1  # of equally many devices, between which `network` is; known to a plan alone
+    hosts: int = 1  # hosts with equal devices, connected by `network`; only for plans
     network: Network | None = None
-    linked: str = ""  # what links the devices of a host instead of the product's own link, of `SLOWER`
+    linked: str = ""  # the host's device link, of `SLOWER`, instead of the product's own
 
 
 def _gpu(
@@ -175,7 +175,7 @@ _HOSTS = re.compile(r"([0-9]{1,5})x([0-9]{1,5}x[^:]+):(.+)")  # 2x8xh100:infinib
 
 
 def _unnamed(gib: float) -> Device:
-    """Return a GPU of which only the memory is known, with the kernels of Ampere."""
+    """Return a GPU with only its memory known, and Ampere kernels."""
     return Device("cuda", f"a GPU of {gib:g} GiB", (8, 0), None, memory_bytes=int(gib * GIB))
 
 
@@ -244,7 +244,7 @@ def _as_large(name: str) -> list[str]:
 
 
 def _card(text: str) -> str:
-    """Return the name of a card that is written in another way: "rtx 4090", "A100 80GB", "NVIDIA H100-SXM5 80GB"."""
+    """Return the name of a card from another spelling: "rtx 4090", "A100 80GB", "NVIDIA H100-SXM5 80GB"."""
 
     def letters(name: str) -> str:
         plain = re.sub(r"(?<=[a-z0-9])[\s_-]+(?=[a-z0-9])", "", name)
@@ -276,7 +276,7 @@ def _of_hosts(text: str) -> tuple[Device, int]:
 
 
 def over(device: Device, link: str) -> Device:
-    """Return GPUs of one host that exchange over a link of `SLOWER`; "": over their own."""
+    """Return GPUs of one host with a link of `SLOWER`; "": their own."""
     if not link:
         return device
     pcie = PCIE.get(device.capability[0], PCIE_LATER) * PCIE_SHARE
@@ -287,23 +287,23 @@ def over(device: Device, link: str) -> Device:
 
 
 def turned_to(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the link of `SLOWER` to which variables of the environment turn NCCL; "": they do not."""
+    """Return the link of `SLOWER` selected by NCCL's environment variables; "": none."""
     off = [environment.get(name, "") == "1" for name in SLOWER.values()]
     return "" if not off[0] else "socket" if off[1] else "pcie"
 
 
 def price_usd_h(device: Device) -> float | None:
-    """Return the list price of an hour of one card; None: not known."""
+    """Return the list price per hour of one card; None: unknown."""
     return next((usd for name, usd in PRICES_USD_H.items() if NAMED[name].name == device.name), None)
 
 
 def first_priced() -> str:
-    """Return the name of a card that has a list price: where cards are compared, a run is sized for one of them."""
+    """Return the name of a card with a list price: comparisons size a run for one."""
     return next(iter(PRICES_USD_H))
 
 
 def counted(device: Device, count: int) -> str:
-    """Return so many devices as in `2 x 8 x NVIDIA H200 (infiniband)` or `4 x NVIDIA H200 (pcie)`."""
+    """Return the text of several devices, as in `2 x 8 x NVIDIA H200 (infiniband)` or `4 x NVIDIA H200 (pcie)`."""
     if device.network is None:
         return device.name if count == 1 else f"{count} x {device.name}{f' ({device.linked})' * bool(device.linked)}"
     return f"{device.hosts} x {count // device.hosts} x {device.name} ({device.network.name})"
@@ -311,7 +311,7 @@ def counted(device: Device, count: int) -> str:
 
 @cache
 def cpu() -> Device:
-    """Return this machine's processor and memory, as far as known."""
+    """Return this machine's processor and memory, if known."""
     float32, half = _cpu_rates()
     return dataclasses.replace(
         CPU, half_flop_s=half, float32_flop_s=float32, bandwidth_bytes_s=2e10, link_bytes_s=5e9, memory_bytes=_memory()
@@ -319,7 +319,7 @@ def cpu() -> Device:
 
 
 def share_of_cpu(ranks: int) -> Device:
-    """Return what each of several ranks has of this machine's memory, of its cores and of what they move."""
+    """Return each rank's share of this machine's memory, cores and bandwidth."""
     here = cpu()
 
     def share(whole: float | None) -> float | None:
@@ -359,14 +359,14 @@ def _cpuinfo() -> str:
 
 @dataclass
 class HostMemory:
-    """What this process may keep of its GPU's data in memory of the host, and what it keeps there."""
+    """The limit and the use of host memory for this process' GPU data."""
 
     most_bytes: int | None  # None: not known
     taken_bytes: int = 0
 
     @classmethod
     def of(cls, ranks: int) -> HostMemory:
-        """Return the part of one of so many processes of this host."""
+        """Return the share of one of this many processes of the host."""
         whole = cpu().memory_bytes
         return cls(None if whole is None else int(HOST_SHARE * whole / ranks))
 
@@ -383,7 +383,7 @@ class HostMemory:
 
 
 def room_on_host(device: Device, ranks: int) -> int | None:
-    """Return the bytes of host memory that each of `ranks` processes of a host may have for its GPU's data.
+    """Return the bytes of host memory that each of a host's `ranks` processes may use for its GPU's data.
 
     Where the host is not known, twice the GPU's memory, which NVIDIA recommends for servers that train
     (https://docs.nvidia.com/certification-programs/nvidia-certified-configuration-guide). None: nothing is known, or
@@ -405,7 +405,7 @@ def _memory(root: str = "/") -> int | None:
 
 
 def _limits(root: Path) -> Iterator[int]:
-    """Yield the limits of memory that control groups of this process have, its own and those that it is in.
+    """Yield the memory limits of this process' control groups.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max), .../cgroup-v1/memory.html
     """

@@ -21,13 +21,13 @@ from pathlib import Path
 
 from optrush.errors import ConfigError, RunError
 
-BEGUN = time.monotonic()  # of the process, as commands import this module at once
+BEGUN = time.monotonic()  # start of the process: commands import this module first
 _LIBC = ctypes.CDLL(None)
-TRACKER_THREAD = "optrush-tracker"  # the name of a daemon thread that may be blocked in a client library
-LAUNCHER = "OPTRUSH_LAUNCHER"  # set in the environment of ranks whose launcher prints which signal ended one
+TRACKER_THREAD = "optrush-tracker"  # a daemon thread that may block in a client library
+LAUNCHER = "OPTRUSH_LAUNCHER"  # set for ranks whose launcher reports the fatal signal
 NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # torchrun's environment, so that lost hosts can come back
-GRACE_S = 30.0  # how long the others may take to leave after one has stopped
-FAILED_GRACE_S = 8.0  # after one has failed: they cannot go on, and name the rank that is missing within this time
+GRACE_S = 30.0  # time for the others to exit after one has stopped
+FAILED_GRACE_S = 8.0  # after one has failed: time to report the missing rank
 
 
 def launched() -> tuple[int, int]:
@@ -45,12 +45,12 @@ def launched() -> tuple[int, int]:
 
 
 def unjoinable() -> str:
-    """Return what is to be said of a torchrun over several hosts that cannot go on with one that comes back; else "".
+    """Return a warning if torchrun cannot re-admit a restarted host, else "".
 
     torchrun's rank 0 writes the address of the store that it shares with the ranks once. A host that is started again
     looks for it among the keys of the next meeting, and both fail after 60 s
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py#L1209).
-    Where nothing is shared, each meeting has an address of its own.
+    Unshared, each rendezvous has its own address.
     """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
@@ -64,11 +64,11 @@ def spawn(arguments: Sequence[str], ranks: int, resume: Callable[[], str] | None
     """Run `python -m optrush ARGUMENTS` as `ranks` processes; SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed to all.
 
     Args:
-        resume: returns the remedy to print where a signal has ended a rank; None: to start the command again.
+        resume: returns the remedy if a signal killed a rank; None: rerun the command.
 
     Returns:
         0 if all succeeded; else 143 if a signal stopped one cleanly, 2 if one refused its input, else the smallest
-        code: a rank's own, rather than that of one that was killed afterwards.
+        code: the failed rank's, not that of one killed afterwards.
     """
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -98,7 +98,7 @@ def spawn(arguments: Sequence[str], ranks: int, resume: Callable[[], str] | None
 
 
 def rank_environments(ranks: int) -> list[dict[str, str]]:
-    """Return the variables that processes of one machine need to meet, a set for each rank."""
+    """Return the environment variables for connecting the ranks of one machine, a set per rank."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -108,10 +108,10 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
-    """Wait for all processes; end those that stay after one has failed.
+    """Wait for all processes; after one failed, kill those that remain.
 
     Returns:
-        The rank that failed first and the signal that ended it; None if none failed, or it ended by itself.
+        The first failed rank and the signal that killed it; None without a failure or signal.
     """
     until = math.inf
     failed: list[int] = []
@@ -128,7 +128,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | Non
 
 
 def process_stat(pid: int) -> tuple[str, int]:
-    """Return the letter of a process' state (T: stopped, Z: has ended) and its start time, as the kernel counts.
+    """Return the letter of a process' state (T: stopped, Z: ended) and its start time in kernel ticks.
 
     Raises:
         OSError: there is no such process.
@@ -138,7 +138,7 @@ def process_stat(pid: int) -> tuple[str, int]:
 
 
 def sibling_ranks() -> dict[int, int]:
-    """Return the process ids of the other ranks of this start that this process' parent has started."""
+    """Return the process ids of the other ranks started by this process' parent."""
     same = [f"{name}={os.environ.get(name)}".encode() for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
     found: dict[int, int] = {}
     for children in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
@@ -160,7 +160,7 @@ def _signal_name(number: int) -> str:
 
 
 def stop_numbers() -> list[signal.Signals]:
-    """Return the signals that stop a run; SIGHUP, of a closed terminal, unless `nohup` ignores it."""
+    """Return the signals that stop a run; SIGHUP (closed terminal) unless `nohup` ignores it."""
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     return numbers if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*numbers, signal.SIGHUP]
 

@@ -1,8 +1,8 @@
 """Write the model card, README.md next to the weights: facts of the run, and nothing else.
 
-What a user named (models, files, folders) is text from outside, and a card is shown by others' pages. So it is escaped,
-for Markdown and for HTML; the block at the top is written as YAML by its own library. Paths stay here: of a folder, a
-file or a pattern the card has the name alone, whether it still exists or not. Only hub ids are whole.
+Names from the user (models, files, folders) are untrusted text on pages that show the card. So they are escaped
+for Markdown and HTML; the block at the top is written by a YAML library. Paths stay private: of a folder, a
+file or a pattern the card has only the last name, existing or not. Only hub ids are complete.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def card(
 
     Args:
         folder: the run's, with its metrics.jsonl.
-        steps: after which the weights were taken.
-        base: the folder of the model that the run began with; None: random weights of a shape.
-        data: what was read, in words.
-        ends: tokens at which an answer ends.
+        steps: number of steps before the weights were saved.
+        base: the folder of the initial model; None: random weights of a shape.
+        data: a description of the data.
+        ends: end-of-answer tokens.
 
-    A folder whose files are damaged ends no export: the card says so in place of what they would tell.
+    Damaged files do not fail an export: the card reports the damage instead.
     """
     try:
         measured = _measured(runs.load_run(folder), steps)
@@ -121,13 +121,13 @@ def _data(config: Config) -> str:
 
 
 def _called(path: str) -> str:
-    """An id of the hub as it is; of a path its last name."""
+    """Return a hub id unchanged, or the last name of a path."""
     data = path.removeprefix(readers.HUB)
     return path if (data != path and readers.HUB_SET.fullmatch(data)) or _of_hub(path) else Path(path).resolve().name
 
 
 def _of_hub(path: str) -> bool:
-    """Return whether it has the form of a hub id, and neither it nor its folder exists here."""
+    """Return whether it looks like a hub id, and neither it nor its parent exists as a path."""
     local = os.path.exists(path) or os.path.isdir(os.path.dirname(path)) or form(Path(path)) is not None
     return readers.HUB_ID.fullmatch(path) is not None and not local
 

@@ -1,6 +1,6 @@
-"""Build the model of a run's folder with a checkpoint's parameters, on one device and without the run's data.
+"""Build the model of a run folder from a checkpoint, on one device and without the run's data.
 
-Only what decides which parameters there are and what they mean is rebuilt: the techniques that edit config.json or the
+Only the parts that define the parameters and their meaning are rebuilt: the techniques that edit config.json or the
 weights, and under adapters the type that frozen weights are rounded to. Those that make training fast are left out, so
 that a machine which could not have trained the model can still export it.
 """
@@ -36,7 +36,7 @@ def open_run(place: Path) -> tuple[Path, Config]:
     """Read the run in a folder, or of its run.yaml.
 
     Raises:
-        ConfigError: there is none, or its run.yaml cannot be read.
+        ConfigError: it does not exist, or its run.yaml cannot be read.
     """
     folder = place.parent if place.name == RUN else place
     file = folder / RUN
@@ -60,7 +60,7 @@ def choose_checkpoint(folder: Path, name: str | None) -> tuple[Manifest, tuple[t
         Its manifest, and the checkpoints that were passed over, with why.
 
     Raises:
-        CheckpointError: there is none, none is intact, or the named one is damaged.
+        CheckpointError: no checkpoint exists, none is intact, or the named one is damaged.
     """
     if name is not None:
         named = folder / FOLDER / f"step-{int(name):06d}" if name.isdecimal() else Path(name)
@@ -107,7 +107,7 @@ def rebuild(place: Path, checkpoint_name: str | None = None) -> RebuiltModel:
 
 
 def _bare(config: Config) -> Config:
-    """Return the configuration of one process without data: a row of random tokens, and what decides the weights."""
+    """Return the configuration for one process without data: random tokens, and the keys that define the weights."""
     built = instantiate(ALL, config.with_)
     with_ = {}
     for t in built:  # that edit the configuration of the model, its weights, or their type
@@ -116,7 +116,7 @@ def _bare(config: Config) -> Config:
             with_[t.name] = dict(config.with_[t.name])
     for t in built if any(Part.ADAPTERS in t.claims for t in built) else ():
         if Part.ADAPTERS in t.claims and not t.splits_base:
-            # The checkpoint has what adapters began with, and what became of it.
+            # The checkpoint has the adapters' initial and trained values.
             with_[t.name].pop("init", None)
         elif Part.PRECISION in t.claims and t.name not in with_:  # the type, and nothing of how activations flow
             with_[t.name] = {key: value for key, value in config.with_[t.name].items() if key == "dtype"}
@@ -127,10 +127,10 @@ def _bare(config: Config) -> Config:
 
 
 def _same(checkpoint: Manifest, trainer: Trainer) -> None:
-    """Reject parameters of another model, adapters of another base, or adapters that meant something else."""
+    """Reject parameters of another model, and adapters of another base or meaning."""
     for name in ("config", "base"):
         then, now = checkpoint.fingerprints.get(name), trainer.fingerprints.get(name)
-        # All weights are the checkpoint's: what they began with (a reference of pairs, too) is not exported.
+        # All weights come from the checkpoint: initial weights (and a preference reference) are not exported.
         if then != now and not (name == "base" and now is None):
             what = "the model's config.json" if name == "config" else "the weights that the run did not train"
             found = f"{what} changed:  {then or 'absent'} then, {now or 'absent'} now"

@@ -1,4 +1,4 @@
-"""The seam: what an optimisation is, what it needs, what it owns, and in which order it acts. Pure, the plan needs it.
+"""Define a technique: its options, requirements, owned parts and stages. Pure, because the plan needs it.
 
 A technique is one file with one frozen class, whose dataclass fields are its options, and one line of
 `techniques.ALL`. It acts before step 0 only, stage by stage, by replacing or wrapping callables and slots of the
@@ -39,7 +39,7 @@ else:
 
 
 class Part(enum.Enum):
-    """What a technique may own alone. One owner each."""
+    """Parts of a run with at most one owner each."""
 
     BATCH_LAYOUT = "which documents are in which row"
     PACKED_ROWS = "rows of several isolated documents"
@@ -76,13 +76,13 @@ class Numerics(enum.Enum):
     DIFFERENT_MATHS = "held-out loss no worse than the baseline's within a stated margin"
 
 
-# Of a block of our decoder; from the fifth on, those of latent attention in place of qkv.
+# Linears of a block of our decoder; from the fifth on, latent attention's in place of qkv.
 LINEARS = ("qkv", "o", "gate_up", "down", "q", "q_a", "q_b", "kv_a", "kv_b")
 
-# Axes of the mesh. Ranks along pp, cp and tp work on the same rows; those along the data axes have rows of their own.
+# Axes of the mesh. Ranks along pp, cp and tp work on the same rows; ranks along data axes have separate rows.
 SAME_ROWS = ("pp", "cp", "tp")
 DATA_AXES = ("rep", "dp", "ep")
-SUMMED = (*DATA_AXES, "cp")  # ranks along these have gradients of the same weights by other tokens
+SUMMED = (*DATA_AXES, "cp")  # ranks along these have gradients of the same weights from other tokens
 MESH_ORDER = ("pp", *SUMMED, "tp")  # outermost first: axes with more traffic are closer together
 RANK_PARTS = frozenset({Part.DATA, Part.TP, Part.CP, Part.PP, Part.EP, Part.LINKS})  # of runs of several ranks
 
@@ -106,31 +106,31 @@ STAGES = {
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A linear of a block: how its weight is stored, what multiplies, and its adapter."""
+    """A linear of a block: its weight's storage, its matmul, and its adapter."""
 
     weight: Literal["dense", "quantized"] = "dense"
     matmul: Literal["torch", "float8"] = "torch"
     adapter: Literal["none", "low-rank", "other"] = "none"
-    adapter_rows: int = 0  # rows of A, of a low-rank adapter
+    adapter_rows: int = 0  # rows of a low-rank adapter's A
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The blocks of the model, and how their weights learn, as the techniques of a run will build them. Pure.
+    """The model's blocks and the training of their weights under a run's techniques. Pure.
 
     Every technique edits it in `describe`, before `needs` and `predict` of any run; so the edits must not depend on
     their order.
     """
 
-    grouped_heads: bool = True  # fewer key/value heads than query heads, or not known
+    grouped_heads: bool = True  # fewer key/value heads than query heads, or unknown
     attention: str = "masked"
     norm: Literal["torch", "fused"] = "torch"
     rope: Literal["torch", "fused"] = "torch"
     mlp: Literal["torch", "triton", "quack"] = "torch"
     linears: Mapping[str, LinearSpec] = dataclasses.field(default_factory=lambda: dict.fromkeys(LINEARS, LinearSpec()))
-    joined: frozenset[str] = frozenset()  # linears of which one published tensor has all pieces
+    joined: frozenset[str] = frozenset()  # linears with all pieces in one published tensor
     adapters_removable: bool = False  # the model before training can be run: `Trainer.adapters_disabled` is set
-    narrow_stream: bool = False  # what flows between blocks has the products' type
+    narrow_stream: bool = False  # the residual stream has the matmul dtype
     rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"  # of updated bfloat16 weights
     adds_unrounded: bool = False  # an adapter's output joins the linear's before either is rounded
 
@@ -142,38 +142,38 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The model whose logits another one learns from."""
+    """The teacher model of distillation."""
 
-    shape: ModelShape | None  # of a family of our own decoder
-    width_bytes: int  # of a weight
-    chunk: int  # tokens whose logits are in memory at once
+    shape: ModelShape | None  # None outside our own decoder's families
+    width_bytes: int  # per weight
+    chunk: int  # tokens with logits in memory at once
     stored: int | None = None  # its likeliest tokens of each target, read from files; None: it runs in each step
 
     @property
     def record_bytes(self) -> int:
-        """Return the bytes of a target's stored tokens: their numbers, their log-probabilities and the others'."""
+        """Return the bytes of a target's stored tokens: ids, log-probabilities, and the rest's log-probability."""
         return 0 if self.stored is None else 4 * self.stored + self.width_bytes * (self.stored + 1)
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The answers that each rank samples before a step learns from them."""
+    """The answers that each rank samples per step."""
 
-    answers: int  # of a step
+    answers: int  # per step
     slots: int  # sampled at the same time
     most: int  # tokens of an answer
-    room: int  # tokens of a slot, prompt and answer
-    mean: float  # tokens of a prompt and an answer of `most`
-    served: bool = False  # by another program: nothing of them is on this device
-    narrow: int = 0  # slots where products, keys and values have 16 bits
+    room: int  # tokens per slot: prompt and answer
+    mean: float  # mean tokens of a prompt and an answer of `most`
+    served: bool = False  # by another program: uses no memory of this device
+    narrow: int = 0  # slots if matmuls, keys and values have 16 bits
 
 
 class RowImages(NamedTuple):
     """The images of rows, by estimate, and the tower that reads them."""
 
     tower: TowerSizes
-    part: Literal["none", "projector", "tower"]  # of it that is trained
-    patches: float  # of a token of a row
+    part: Literal["none", "projector", "tower"]  # the trained part
+    patches: float  # per token of a row
     mean: float  # patches of an image
     largest: float
 
@@ -185,7 +185,7 @@ class RowImages(NamedTuple):
 
 @dataclass(frozen=True)
 class Environment:
-    """Hold what techniques may read before anything is built: owners and sizes, never names of techniques."""
+    """The inputs of techniques before anything is built: owners and sizes, never names of techniques."""
 
     device: Device
     ranks: int
@@ -198,23 +198,23 @@ class Environment:
     blocks: int  # L
     claimed: frozenset[Part] = frozenset()
     vocab: int = 0  # V; 0: unknown
-    shape: ModelShape | None = None  # of a model of our own decoder
+    shape: ModelShape | None = None  # for our own decoder
     sdpa_obstacle: str | None = None  # why a model through transformers cannot run sdpa
     paired: bool = False  # the objective compares pairs: rows of two documents, losses token by token
-    by_token: bool = False  # losses are taken token by token: of pairs, sampled answers, or by a loss of one's own
-    teacher: Teacher | None = None  # of an objective that learns from another model's logits
+    by_token: bool = False  # per-token losses: pairs, sampled answers, or a user's loss
+    teacher: Teacher | None = None  # for distillation
     rollout: Rollout | None = None  # of an objective that learns from sampled answers
     images: RowImages | None = None  # of rows that have some
-    mutual: bool = False  # the placeholders of an image read each other, those behind them too
+    mutual: bool = False  # bidirectional attention between an image's placeholders
     scored: bool = False  # the head gives a score in place of next tokens
-    reference: str | None = None  # where an objective that compares with the untrained model has that from
+    reference: str | None = None  # source of the reference model
     spec: ModelSpec = ModelSpec()
     scarce: bool = False  # nothing that a search always tries fits
-    reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it
-    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks of each axis but "dp", which has the rest
-    sharded: frozenset[str] = frozenset()  # axes over which matrices are cut
+    reach: float = 1.0  # mean of document length / T per token, estimated by the plan
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks per axis; "dp" has the rest
+    sharded: frozenset[str] = frozenset()  # axes over which matrices are sharded
     pp_rank: int = 0  # the place on "pp" that a prediction is for
-    copies_saved: bool = False  # what is saved is copied first, and written while the training goes on
+    copies_saved: bool = False  # saves copy first and write during training
 
     # What several techniques need of the environment.
 
@@ -249,7 +249,7 @@ class Environment:
         return Requirement(met, asked, found, "use --with fused-adamw instead, or turn tensor off")
 
     def needs_dense(self, asked: str, *, or_experts: bool = False) -> Requirement:
-        """Return the requirement of a model whose blocks are plain: dense, and with the usual attention."""
+        """Return the requirement of plain blocks: dense, with standard attention."""
         other = None
         if self.shape is not None:
             other = self.shape.other_attention if or_experts else self.shape.other_blocks
@@ -278,12 +278,12 @@ class Environment:
 
     @property
     def gradient_ranks(self) -> int:
-        """Return the number of ranks that have gradients of the same weights by other tokens."""
+        """Return the number of ranks with gradients of the same weights from other tokens."""
         return self.data_ranks * self.axes.get("cp", 1)
 
     @property
     def expert_axis(self) -> str:
-        """Return the axis whose ranks share experts; empty: none."""
+        """Return the axis over which experts are sharded; empty: none."""
         return "" if Part.EP not in self.claimed else "ep" if "ep" in self.axes else "cp"
 
     @property
@@ -293,7 +293,7 @@ class Environment:
 
     @property
     def blocks_held(self) -> float:
-        """Return the share of the blocks' parameters that a rank has before data sharding: along ep, of experts."""
+        """Return a rank's fraction of the blocks' parameters before data sharding (along ep, of experts)."""
         s = self.shape
         if s is None:
             return 1.0
@@ -301,9 +301,9 @@ class Environment:
 
     @property
     def blocks_alone(self) -> float:
-        """Return the share of these that no other rank has, so that data sharding leaves them as they are.
+        """Return the fraction of these that no other rank has, which data sharding leaves alone.
 
-        Under autocast it does not: it casts what it gathers.
+        Not under autocast: it casts gathered weights.
         """
         s, ep = self.shape, self.expert_ranks
         cast = Part.PRECISION in self.claimed and Part.WEIGHTS not in self.claimed
@@ -324,7 +324,7 @@ class Environment:
 
     @property
     def shared_row_sizes(self) -> list[int]:
-        """Return how many ranks of a host a search lets work on the same rows: none while there is another way."""
+        """Return how many ranks of a host a search lets share rows: none unless needed."""
         each = self.ranks // self.device.hosts
         needed = self.scarce or self.rows % self.data_ranks > 0
         return [n for n in range(2, each + 1) if each % n == 0] if needed else []
@@ -332,7 +332,7 @@ class Environment:
     def over_hosts(self, *axes: str) -> tuple[int, float]:
         """Return how many hosts a group of ranks along these axes spans, and how much enters each host.
 
-        That is a multiple of what the ranks of one group have together, and each of them needs whole.
+        A multiple of the ranks of one group.
         """
         if self.device.hosts == 1:
             return 1, 0.0
@@ -340,7 +340,7 @@ class Environment:
 
     @property
     def alone(self) -> str:
-        """Return what a technique for several data ranks finds where there is one."""
+        """Return the error's `found` for a technique that needs several data ranks."""
         return "one rank" if self.ranks == 1 else f"one group of {self.ranks} ranks (mesh: {mesh_text(self.axes)})"
 
     @property
@@ -349,26 +349,26 @@ class Environment:
 
     @property
     def fewer_rows(self) -> int | None:
-        """Return the next smaller micro-batch: at most half the rows, dividing a rank's rows of a step; None: none."""
+        """Return the next smaller micro-batch: at most half the rows, dividing a rank's rows per step; else None."""
         share = self.rows // self.data_ranks
         return max((n for n in range(1, self.micro_rows // 2 + 1) if share % n == 0), default=None)
 
     @property
     def filled(self) -> float:
-        """Return which share of a step's rows is run: of sampled answers that are packed, those that they fill."""
+        """Return the fraction of a step's rows that is run: for packed sampled answers, the filled ones."""
         if self.rollout is None or not {Part.BATCH_LAYOUT, Part.PACKED_ROWS} <= self.claimed:
             return 1.0
         return min(1.0, self.rollout.mean / self.seq)
 
     @property
     def span(self) -> float:
-        """Return how many tokens of a row an attention that separates documents reads: T, of packed rows fewer."""
+        """Return the attended tokens per row with document separation: T, or fewer with packed rows."""
         fixed = Part.ROW_WIDTH not in self.claimed or Part.COMPILED in self.claimed  # no row is as wide as its document
         packed = {Part.BATCH_LAYOUT, Part.PACKED_ROWS} <= self.claimed and fixed
         return self.seq * (self.reach if packed else 1.0)
 
 
-@cache  # for all sets of a search
+@cache  # shared by all sets of a search
 def _over_hosts(mesh: tuple[tuple[str, int], ...], each: int, axes: tuple[str, ...]) -> tuple[int, float]:
     stride, group = 1, [0]
     for axis, n in reversed(mesh):  # the innermost axis is of neighbouring ranks
@@ -392,7 +392,7 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Edit:
-    """What one technique changed in one stage: so many things."""
+    """The number of changes by one technique in one stage."""
 
     stage: str
     technique: str
@@ -401,7 +401,7 @@ class Edit:
 
     @classmethod
     def of(cls, stage: str, technique: Technique, count: int) -> Edit:
-        """With the options that are on, defaults too: which kernel was chosen is one of them."""
+        """Includes active options and defaults, such as the chosen kernel."""
         chosen = (f"{name}={value}" for name, value in vars(technique).items() if value not in (None, False, (), {}))
         return cls(stage, technique.name, count, ", ".join(chosen))
 
@@ -417,17 +417,17 @@ class Technique:
     summary: ClassVar[str]
     source: ClassVar[str]
     numerics: ClassVar[Numerics]
-    proof: ClassVar[str]  # the test that holds it to its numerics: if not given, the one named like its module
-    verified_on: ClassVar[tuple[str, ...]] = ("cpu", "gpu")  # ("cpu",) where no test in tests/gpu covers it
+    proof: ClassVar[str]  # the test of its numerics; default: named like its module
+    verified_on: ClassVar[tuple[str, ...]] = ("cpu", "gpu")  # ("cpu",) if no test in tests/gpu covers it
     claims: ClassVar[frozenset[Part]] = frozenset()
     wants: ClassVar[frozenset[Part]] = frozenset()
-    shards: ClassVar[frozenset[str]] = frozenset()  # axes of the mesh over which it cuts matrices
+    shards: ClassVar[frozenset[str]] = frozenset()  # mesh axes over which it shards matrices
     searched: ClassVar[bool] = True  # False: the user decides, and a search neither adds nor removes the technique
-    last_resort: ClassVar[bool] = False  # a search tries it where nothing else fits
-    draws: ClassVar[bool] = False  # random values in its forward pass, which differ between layouts of the same rows
+    last_resort: ClassVar[bool] = False  # a search tries it only if nothing else fits
+    draws: ClassVar[bool] = False  # uses random values that depend on the row layout
     averages: ClassVar[bool] = False  # an export writes averages of the parameters
-    splits_base: bool = False  # what it freezes is not the published weights: a rebuilt model needs `init` again
-    sample: ClassVar[Mapping[str, Any]] = {}  # options for a description, where the defaults alone are refused
+    splits_base: bool = False  # freezes changed weights: a rebuilt model needs `init` again
+    sample: ClassVar[Mapping[str, Any]] = {}  # options for a description, if the defaults are rejected
 
     def __init_subclass__(cls) -> None:
         if not hasattr(cls, "proof"):
@@ -438,7 +438,7 @@ class Technique:
         return {}
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
-        """Return the description of the model with what this technique changes in it."""
+        """Return the model's description with this technique's changes."""
         return spec
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
@@ -446,11 +446,11 @@ class Technique:
         yield from ()
 
     def card(self, device: Device) -> Device:
-        """Return the device as the run may use it, which the plan is computed for."""
+        """Return the device as limited for the run and the plan."""
         return device
 
     def optimizer_spec(self, env: Environment) -> OptimizerSpec | None:
-        """Return what a plan must know of an optimizer that this technique sets, or of where and when it steps."""
+        """Return the plan's facts about this technique's optimizer, or about where and when it steps."""
         return None
 
     def predict(self, env: Environment) -> Iterator[Rule]:
@@ -462,15 +462,15 @@ class Technique:
             yield from optimizer_rules(spec, early=Part.UPDATE in env.claimed)
 
     def compile_s(self, env: Environment) -> float:
-        """Return the seconds that it adds to a first start: what it compiles there, and later starts find again."""
+        """Return the seconds of compilation that it adds to a first start; later starts use the cache."""
         return 0.0
 
     def quality(self, env: Environment) -> str:
-        """Return what it costs in quality, in a few words; empty: nothing."""
+        """Return its cost in quality as text; empty: none."""
         return ""
 
     def remarks(self, shape: ModelShape) -> Iterator[str]:
-        """Yield what of its options has no effect on a model of these sizes."""
+        """Yield notes on options without effect for this model."""
         yield from ()
 
     def packages(self) -> tuple[tuple[str, str], ...]:
@@ -496,7 +496,7 @@ class Technique:
 
     data = model = peft = split = loss = recompute = compile = shard = optimizer = wrap_step = wrap_window = _unchanged
 
-    # In the stages: what several techniques call.
+    # Helpers of several techniques' stages.
 
     def demand_triton(self, device: Device, asked: str = "") -> None:
         """Raise NeedsError if this machine cannot build our Triton kernels for a CUDA device; a CPU needs none."""
@@ -507,7 +507,7 @@ class Technique:
             raise NeedsError(asked, f"no C compiler: none of {', '.join(CC)}", "install gcc")
 
     def set_optimizer(self, trainer: Trainer, optimizer: Callable[..., Any], **options: Any) -> int:
-        """Build the optimizer over `trainer.trained`, its states where the run stores them; return the changes: 1."""
+        """Build the optimizer over `trainer.trained`, with its states in place; return the number of changes, 1."""
         options |= {"optim": trainer.config.optim, "rounding": trainer.rounding, "seed": trainer.config.seed}
         trainer.optimizer = trainer.optimizer_factory(trainer.trained, partial(optimizer, **options))
         return 1
@@ -549,7 +549,7 @@ def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
 
 
 def _values(annotation: Any) -> str:
-    """Return the values that an option takes, where these are listed."""
+    """Return the allowed values of an option, if listed."""
     given = [
         value for part in (annotation, *get_args(annotation)) if get_origin(part) is Literal for value in get_args(part)
     ]
@@ -567,7 +567,7 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
     """Return the environment with its owners and model, after claims, wants and needs were checked.
 
     Args:
-        classes: what could be added, for the advice.
+        classes: techniques to suggest.
 
     Raises:
         ConflictError: two techniques claim one part.
@@ -610,7 +610,7 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
     return env
 
 
-@lru_cache(4096)  # of the sets of a search, each of which is settled for several cards and micro-batches
+@lru_cache(4096)  # a search reuses each set for several cards and micro-batches
 def _described(techniques: tuple[Technique, ...], grouped_heads: bool, joined: frozenset[str]) -> ModelSpec:
     spec = ModelSpec(grouped_heads, joined=joined)
     for t in techniques:
@@ -619,14 +619,14 @@ def _described(techniques: tuple[Technique, ...], grouped_heads: bool, joined: f
 
 
 def parts_without_images(claimed: Collection[Part]) -> list[Part]:
-    """Return the claimed parts whose owners do not take rows with images: those that cut a model, or a recording."""
+    """Return the claimed parts that do not support rows with images: model sharding, or recording."""
     wrong = {Part.CAPTURE} | (RANK_PARTS - {Part.DATA})
-    wrong |= {Part.DATA} if {Part.DATA, Part.STATES} <= {*claimed} else set()  # an engine of its own
+    wrong |= {Part.DATA} if {Part.DATA, Part.STATES} <= {*claimed} else set()  # a separate engine
     return [part for part in Part if part in claimed and part in wrong]
 
 
 def mesh_axes(techniques: Sequence[Technique], ranks: int) -> dict[str, int]:
-    """Return the ranks of each axis that techniques add to the mesh, without those of one rank.
+    """Return the ranks of each mesh axis added by techniques, without axes of one rank.
 
     Raises:
         NeedsError: the ranks do not divide by them.
@@ -659,7 +659,7 @@ def refuse_unmet(needs: Iterable[Requirement]) -> None:
 
 
 def in_order(techniques: Sequence[Technique]) -> list[Technique]:
-    """Within a stage: owners first (those that claim a part), then the ladder's order."""
+    """Return the order within a stage: owners of parts first, then the ladder's order."""
     return sorted(techniques, key=lambda t: not t.claims)
 
 
@@ -667,8 +667,8 @@ def rows_of_batch(config: Config, ranks: int, each: int = 1) -> tuple[int, int]:
     """(rows of a step over all ranks, rows of one micro-batch; of `auto` the least, 1), or what does not divide.
 
     Args:
-        ranks: those that read rows of their own.
-        each: ranks that work on the rows of one of them.
+        ranks: with separate rows.
+        each: ranks that share the rows of one of them.
 
     Raises:
         ConfigError: micro_tokens is no multiple of T, or tokens none of micro_tokens x ranks.
@@ -712,7 +712,7 @@ def missing(technique: Technique) -> Iterator[Requirement]:
             yield Requirement(False, f"`{technique.name}` as asked", found, do)
 
 
-# --- What compiles code on this machine: checked in a stage, not in `needs`, since a plan may be for another machine.
+# --- Compilers on this machine: checked in a stage, not in `needs`, because a plan may be for another machine.
 
 
 COMPILERS = ("g++", "clang++", "c++")
@@ -739,7 +739,7 @@ def compilers(device: Device) -> Iterator[Requirement]:
         c = installed(os.environ.get("CC"), *CC)
         yield Requirement(c is not None, f"{asked} needs a C compiler", f"none of {', '.join(CC)}", "install gcc")
         return
-    wanted = os.environ.get("CXX", COMPILERS[0])  # torch calls this one, and searches for no other
+    wanted = os.environ.get("CXX", COMPILERS[0])  # torch calls only this one
     other = installed(*COMPILERS)
     do = f"export CXX={other}" if other else "install g++ (Debian and Ubuntu: apt-get install g++)"
     yield Requirement(installed(wanted) is not None, f"{asked} needs a C++ compiler", f"no {wanted} on the PATH", do)

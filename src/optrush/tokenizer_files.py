@@ -30,7 +30,7 @@ PATTERNS = (
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")  # of images
 WAYS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token, besides its text
 
-# What is read of a tokenizer; published ones have files of 40 MiB, 300,000 tokens, and parts that keep a text's length.
+# Limits of a tokenizer; published ones have files of 40 MiB, 300,000 tokens, and parts that keep a text's length.
 MOST_FILE_bytes, MOST_ID, MOST_GROWTH, MOST_ITEMS = 128 << 20, (1 << 22) - 1, 64, 1000
 MOST_TEXT_chars = {"prepend": 1000, "precompiled_charsmap": 4 << 20, "": 1 << 14}  # by key
 LIGHT_bytes, LIGHT_PARTS = 48 << 20, 4  # up to these, checks of the sizes suffice: no process reads it first
@@ -66,7 +66,7 @@ def _check_entries(folder: Path) -> bool:
     decoder = read_object(folder / SETTINGS).get("added_tokens_decoder")
     tables: list[Any] = [read_object(folder / ADDED), read_object(folder / "vocab.json")]
     tables += [{i: int(i) for i in decoder if i.isdecimal()}] if isinstance(decoder, dict) else []
-    times, unproven = 1.0, 0  # how much longer replacements make a text; parts whose growth is not known
+    times, unproven = 1.0, 0  # growth of a text by replacements; parts of unknown growth
     left: list[tuple[str, Any]] = [("", read_object(folder / ENGINE))]
     while left:
         key, value = left.pop()
@@ -95,13 +95,13 @@ def _check_entries(folder: Path) -> bool:
 
 
 def try_reading(folder: Path, _: object = None) -> str:
-    """Return what is too much of a tokenizer, or ""; to be called in a process of its own, which ends at its limits."""
+    """Return which limit a tokenizer exceeds, or ""; call it in a separate process, which dies at its limits."""
     from tokenizers import Tokenizer
 
     most_bytes = READER_bytes + 40 * sum((folder / name).stat().st_size for name in tokenizer_files(folder))
     most_bytes += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # what it began with
 
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library prints as it aborts
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # output of a library's abort
     for limit, most in ((resource.RLIMIT_AS, most_bytes), (resource.RLIMIT_CPU, READER_s), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
@@ -121,7 +121,7 @@ def try_reading(folder: Path, _: object = None) -> str:
 
 
 def copy_processor(source: Path, target: Path) -> None:
-    """Copy the files by which a model of images and text turns images into tensors, where a folder has any."""
+    """Copy a folder's image processor files, if any."""
     for name in PROCESSORS:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
@@ -134,7 +134,7 @@ def copy_tokenizer(
 
     Args:
         target: an existing folder.
-        tokenizer: transformers' tokenizer, in which `added` are; None where none are.
+        tokenizer: transformers' tokenizer with `added`; None without added tokens.
         added: special tokens that the run added or made special.
         template: the run's chat template in place of the folder's; None: the folder's.
 
@@ -155,7 +155,7 @@ def copy_tokenizer(
 
 
 def _entries(target: Path, tokenizer: Any, added: Sequence[str]) -> dict[int, Entry]:
-    """Return the tokens to write by id: the run's, and those that transformers adds to a tokenizer while it reads it.
+    """Return the tokens to write by id: the run's, and those that transformers adds on loading.
 
     The latter have ids before the run's (Gemma's mask, Qwen's end of text). Readers number tokens in turn: with a gap
     in the list, the run's tokens would get other ids.
@@ -195,7 +195,7 @@ def _add(target: Path, names: Sequence[str], entries: Mapping[int, Entry]) -> No
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; an empty one for no file, or for another value."""
+    """Return a file's JSON object; empty if it is missing or not an object."""
     found = parse_json(read_file(path)) if path.is_file() else None
     return found if isinstance(found, dict) else {}
 

@@ -259,7 +259,7 @@ def test_refusals(call: Call, fakes: Fakes) -> None:
     ):
         found = climb(call, rungs=rungs)
         assert found.code == 2 and said in found.err, found.err
-    assert "no ladder of that name" in call("bench", "run.yaml", "--ladder", "everest", "--out", "out").err
+    assert "no such ladder or file" in call("bench", "run.yaml", "--ladder", "everest", "--out", "out").err
     assert climb(call, "--resume").code == 2
     assert not Path("out").exists() and fakes.started == []
     Path("out").mkdir()

@@ -251,8 +251,8 @@ def test_a_profiler_that_fails_costs_no_figure(
 
 
 @pytest.mark.parametrize(("end", "note"), [
-    ("import time; time.sleep(600)", "still running after 60 s, and stopped (limit_s); --limit SECONDS allows "
-     "more, of tune --budget"),
+    ("import time; time.sleep(600)", "still running after 60 s, and stopped (limit_s); raise --limit SECONDS, "
+     "or --budget of tune"),
     ("import os; os.kill(os.getpid(), 11)", "killed by signal 11 (SIGSEGV)"),
     ("sys.exit(0)", "x"),
 ])  # fmt: skip

@@ -310,7 +310,7 @@ def test_an_interrupted_bench_goes_on(call: Call, told: Callable[..., list[str]]
     assert bench(call, "--repeats", "2", "--resume").code == 0
     assert told() == ["none 1", "bf16 1", "muon 1"]
     put(Path("run.yaml"), document(data={"random": 64, "eval": 0.25}, train={"steps": 4}))
-    assert "another configuration then" in bench(call, "--repeats", "2", "--resume").err
+    assert "another configuration" in bench(call, "--repeats", "2", "--resume").err
 
 
 def test_runs_beside_each_other_give_the_same_losses_and_no_times(call: Call, told: Callable[..., list[str]]) -> None:

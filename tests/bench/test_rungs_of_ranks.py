@@ -70,7 +70,7 @@ def test_ranks_go_on_to_later_rungs_and_variables_do_not() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "found"),
-    [({"ranks": 0}, "ranks"), ({"env": {"PATH": "/"}}, "a variable of NCCL"), ({"env": {"NCCL_DEBUG": 1}}, "env")],
+    [({"ranks": 0}, "ranks"), ({"env": {"PATH": "/"}}, "an NCCL variable"), ({"env": {"NCCL_DEBUG": 1}}, "env")],
 )
 def test_what_a_rung_may_not_set(wrong: dict[str, Any], found: str) -> None:
     text = put(Path("ladder.yaml"), ladder([{"name": "one"}, {"name": "two", **wrong}]))

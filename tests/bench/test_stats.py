@@ -96,7 +96,7 @@ def test_gradients_must_point_where_the_baselines_do(cosine: float | None, allow
     if not ok:
         assert found["of"] == "gradients" and found["worst"] == pytest.approx(1 - (cosine or 0))
         red = results.wrong({**found, "against": "first"}, [4.0, 2.0])
-        assert red is not None and red.startswith("wrong: gradients lie ") and "those of `first`" in red
+        assert red is not None and red.startswith("wrong: gradients differ by ") and "those of `first`" in red
 
 
 def test_the_proof_takes_what_is_worst() -> None:
@@ -249,12 +249,12 @@ def test_whoever_behaves_while_watched_is_watched_again() -> None:
     assert results.drifted(proof, results.FLOAT32) is None, "records of before know no second look"
     same, other = {"losses": [2.0], "grad_norms": [1.0]}, {"losses": [2.0], "grad_norms": [0.5]}
     assert results.drifted({**proof, "again": same}, results.FLOAT32) is None
-    assert "gradient norms are others" in (results.drifted({**proof, "again": other}, results.FLOAT32) or "")
+    assert "gradient norms differ" in (results.drifted({**proof, "again": other}, results.FLOAT32) or "")
     assert results.drifted({**proof, "again": {"losses": [None], "grad_norms": [1.0]}}, results.FLOAT32)
     east, north = ({"of": "x", "sums": base64.b64encode(np.float32(v).tobytes()).decode()} for v in ([1, 0], [0, 1]))
     first, turned = {**proof, "gradient": east}, {**same, "gradient": north}
     assert results.drifted({**first, "again": {**same, "gradient": east}}, results.FLOAT32) is None
-    assert "its gradients are others" in (results.drifted({**first, "again": turned}, results.LOWER) or "")
+    assert "its gradients differ" in (results.drifted({**first, "again": turned}, results.LOWER) or "")
     assert results.drifted({**first, "again": turned}, results.LOWER, 0.9)
     assert results.drifted({**first, "again": turned}, results.LOWER, 1.0) is None, (
         "as far as it lies from the baseline"

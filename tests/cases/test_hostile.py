@@ -176,7 +176,7 @@ def test_many_names_of_files(tmp_path: Path) -> None:
     )
     (tmp_path / "run.yaml").write_text(dump_config(long))
     assert open_run(tmp_path)[1] == long
-    with pytest.raises(ConfigError, match="characters, where 1,048,576 are read"):
+    with pytest.raises(ConfigError, match="characters; the limit is 1,048,576"):
         parse_config(dump_config(long), "run.yaml")
 
 
@@ -338,14 +338,14 @@ def test_a_run_does_not_overwrite_what_it_reads(name: str, box: Box, tmp_path: P
     config = parse_config(Path(box.write(**{"model": "model", "output": "out", **changes})).read_text(), "run.yaml")
     resolved: Any = Decided(config, [], None, None, {}, ())  # type: ignore[arg-type]
     for resume in (None, "auto"):
-        with pytest.raises(ConfigError, match="is where it writes"):
+        with pytest.raises(ConfigError, match="and would write to it"):
             check_run_output(resolved, resume)
 
 
 def test_an_output_in_the_folder_of_the_data(box: Box, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_bytes((box.folder / "text.jsonl").read_bytes())
     ended = called("train", box.write(data={"path": str(tmp_path)}, output=str(tmp_path / "runs" / "out")))
-    refused(ended, "it is in", "would be, too")
+    refused(ended, "it is in", "would be read as data")
     assert not (tmp_path / "runs").exists()
 
 
@@ -834,4 +834,4 @@ def test_a_report_that_fails_ends_no_run(box: Box, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(run, "write_run", fails)
     ended = called("train", box.write(output=str(tmp_path / "out")))
-    assert ended.code == 0 and "its report could not be written (KeyError: 'tokens_per_s')" in ended.err, ended
+    assert ended.code == 0 and "the report was not written (KeyError: 'tokens_per_s')" in ended.err, ended

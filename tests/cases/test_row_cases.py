@@ -819,7 +819,7 @@ def test_a_stop_of_the_process_is_no_fault_of_a_template(monkeypatch: pytest.Mon
     monkeypatch.setattr(mask.LIMITS, "seconds", 0.2)
     with mask.LIMITS:
         time.sleep(0.5)
-    with pytest.raises(ConfigError, match="of the processor"), mask.LIMITS:
+    with pytest.raises(ConfigError, match="of CPU time"), mask.LIMITS:
         all(True for _ in range(10**9))
 
 
@@ -839,11 +839,11 @@ def test_a_huge_row_is_a_bad_one(row: Any, tiny_home: Path, monkeypatch: pytest.
     where = [RowLocation(Path("x"), n) for n in range(3)]
     rows = [parse_row(place, one) for place, one in zip(where, (small, row, small))]
     first, error, last = tokens.batch(list(zip(where, rows)), "assistant")
-    assert isinstance(error, DataError) and "x:1" in error.asked and "are tokenized as one row" in error.found
+    assert isinstance(error, DataError) and "x:1" in error.asked and "the limit for one row" in error.found
     assert not isinstance(first, DataError) and not isinstance(last, DataError)
 
 
-@pytest.mark.parametrize(("turns", "says"), [(10_002, "10,002 turns"), (4002, "2001 answers, each to be compared")])
+@pytest.mark.parametrize(("turns", "says"), [(10_002, "10,002 turns"), (4002, "2001 answers to compare")])
 def test_a_conversation_without_end_is_a_bad_row(turns: int, says: str, tiny_home: Path) -> None:
     tokens = Tokens(AutoTokenizer.from_pretrained(tiny_home / "optrush" / "tiny-1"))
     where = RowLocation(Path("x"), 1)
@@ -872,7 +872,7 @@ def test_a_template_that_is_slow_row_by_row(kind: str, tiny_home: Path, monkeypa
     lines("chat.jsonl", [{"messages": TURNS}] * 200)
     with pytest.raises(UserError) as caught:
         read(tiny_home, path="chat.jsonl", model={"chat_template": "t.jinja"})
-    assert "a rendering; at most" in caught.value.found and "model.chat_template" in caught.value.do
+    assert "per rendering; the limit" in caught.value.found and "model.chat_template" in caught.value.do
 
 
 def test_fast_renderings_save_no_time_for_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -961,7 +961,7 @@ def test_an_answer_of_broken_weights_is_refused(
         code, out, err = call(*command, "--max-tokens", "4", *greedy)
         assert (code, "!!!" in out) == (1, False), err
         assert len(re.findall("^(?:asked|found|do): ", err, re.MULTILINE)) == 3 and "Traceback" not in err
-        assert f"NaN or infinity among the scores of the next token; {name} holds some" in err
+        assert f"NaN or infinity among the scores of the next token; {name} has some" in err
     assert not Path("out.jsonl").exists()
 
 

@@ -92,7 +92,7 @@ def test_chatml_without_its_tokens(call: Call, write: Write, changes: dict[str, 
 @pytest.mark.parametrize(
     ("tokens", "says"),
     [
-        ('["<a> "]', ("white space at its ends", "leave it out")),
+        ('["<a> "]', ("white space", "remove it")),
         ('["in"]', ("a word of this tokenizer's vocabulary", "<|im_start|>")),
         ("[7]", ("`model.add_tokens.0`", "7", "give a text")),
     ],

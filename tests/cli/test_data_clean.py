@@ -143,9 +143,9 @@ BAD_FILES = {
     "lines.jsonl": (
         b'{"text": "a"}\n{"text": 1}\n{"text": "b"\n\n{"messages": [{"role": "user"}]}\n[1]\n\xff\n{"x": 1}\n',
         {2: "text is a number", 3: "not valid JSON", 4: "an empty line", 5: "has no 'content'", 6: "a list where",
-         7: "invalid UTF-8", 8: "neither 'text' nor 'messages'"}, 8,
+         7: "invalid UTF-8", 8: "no known format"}, 8,
     ),
-    "cells.csv": (b"prompt,completion\na,b\nc\n", {2: "1 cells under 2 columns"}, 2),
+    "cells.csv": (b"prompt,completion\na,b\nc\n", {2: "1 cells for 2 columns"}, 2),
     "list.json": (b'[{"text": "a"}, {"text": null}, {"text": "c"}]', {2: "text"}, 3),
     "pairs.jsonl": (b'{"chosen": "a", "rejected": "b"}\n{"chosen": "a"}\n', {2: "chosen"}, 2),
     "good.jsonl": (b'{"text": "a"}\n{"prompt": "a", "completion": "b"}\n', {}, 2),

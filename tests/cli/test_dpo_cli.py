@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"objective": "dpo", "data": {"random": 64, "path": None, "eval": None}},
         ("`data.random`", "objective: pretrain"),
     ),
-    "conversations": ({"objective": "dpo"}, ("chat.jsonl:1 that is no pair", '"chosen"')),
+    "conversations": ({"objective": "dpo"}, ("chat.jsonl:1 is not a pair", '"chosen"')),
     "wrapped": (
         preferences(data={"too_long": "error"}, with_={"wrap": {}}), ("--with wrap", "attend to", "--with packing"),
     ),
@@ -218,7 +218,7 @@ def test_wrapped_pairs_are_refused_by_all(verb: tuple[str, ...], call: Call, wri
 
 def test_pairs_under_another_objective(call: Call, write: Write, here: Path) -> None:
     write_rows(here / "pairs.jsonl", rows())
-    refused(call("train", write(data={"path": "pairs.jsonl"})), "pairs.jsonl:1", "or take objective: dpo")
+    refused(call("train", write(data={"path": "pairs.jsonl"})), "pairs.jsonl:1", "or set objective: dpo")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,13 @@ def test_models_that_read_the_pairs_otherwise_are_not_compared(call: Call, write
     )
     found = call("eval", config, "--model", "other")
     asked = "`optrush eval` of `objective: dpo`"
-    refused(found, asked, "other tokens for other than for tiny: another chat template", "CONFIG's", output="trained")
+    refused(
+        found,
+        asked,
+        "other and tiny tokenize the pairs differently: another chat template",
+        "CONFIG's",
+        output="trained",
+    )
     tiny.write_tiny(here / "third", seed=3)
     tokenizer = json.loads((here / "third" / "tokenizer.json").read_text())
     merges = tokenizer["model"]["merges"]

@@ -279,11 +279,11 @@ def test_memory_that_does_not_fit(call: Call, write: Write, predicted: Callable[
     predicted(fits=False, capacity_bytes=2 << 30, room_bytes=1 << 30, tokens_per_s=None)
     text = shown(call, write(batch={"micro_tokens": 128}))
     assert "4.00 GiB of 1.0 usable (2.0 in all), does NOT fit" in text
-    assert "\n  DOES NOT FIT: smaller batch.micro_tokens" in text and "recompute beside" not in text
+    assert "\n  DOES NOT FIT: smaller batch.micro_tokens" in text and "recompute in addition" not in text
     assert "tokens/s" not in text
     predicted(fits=False, capacity_bytes=8 << 30, room_bytes=7 << 30, host_bytes=3 << 30, host_room_bytes=2 << 30)
     text = shown(call, "run.yaml")
-    assert "DOES NOT FIT: recompute beside what is offloaded" in text and "smaller batch.micro" not in text
+    assert "DOES NOT FIT: recompute in addition to offloading" in text and "smaller batch.micro" not in text
 
 
 def test_a_model_that_the_plan_does_not_know(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

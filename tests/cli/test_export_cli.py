@@ -166,7 +166,7 @@ def test_a_tensor_that_is_not_what_was_written_is_red(
     monkeypatch.setattr(exporting, "write_generation", damage(tensor, how))
     found = call("export", "run", "--out", "bad", "--dtype", dtype)
     assert found.code == 1 and found.out == "", found
-    assert f"is not the trained model: {tensor} was written otherwise" in found.err
+    assert f"is not the trained model: {tensor} differs after reloading" in found.err
     assert not (here / "bad").exists() and (here / "bad.tmp" / "config.json").is_file()
     assert "bad.tmp exists" in refused(call, "run", "--out", "bad")
     shutil.rmtree(here / "bad.tmp")
@@ -449,7 +449,7 @@ def test_a_gguf_file(call: Call, trained: Path) -> None:
         (("--to", "gguf", "--dtype", "float16"), "--dtype float16 with --to gguf"),
         (("--to", "fp8", "--adapter"), "--adapter with --to fp8"),
         (("--to", "gguf", "--max-shard-gb", "1"), "--max-shard-gb with --to gguf"),
-        (("--to", "gguf", "--out", "folder"), "no file .gguf"),
+        (("--to", "gguf", "--out", "folder"), "not a .gguf file"),
     ],
 )
 def test_flags_of_gguf(call: Call, trained: Path, flags: tuple[str, ...], says: str) -> None:

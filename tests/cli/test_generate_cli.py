@@ -234,6 +234,6 @@ def test_out_of_memory(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) 
     write_rows(here / "p.jsonl", [{"messages": [USER]}])
     monkeypatch.setattr(generation.GenerationModel, "answers", full)
     found = call("generate", "tiny", "--prompts", "p.jsonl", "--out", "a.jsonl")
-    assert found.code == 1 and "out of memory with 8 prompts at once; take --batch 4" in found.err
+    assert found.code == 1 and "out of memory with 8 prompts at once; use --batch 4" in found.err
     found = call("generate", "tiny", "--prompts", "p.jsonl", "--out", "a.jsonl", "--batch", "1")
     assert found.code == 1 and "lower --max-tokens" in found.err

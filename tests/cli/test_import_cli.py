@@ -599,7 +599,7 @@ def test_more_keys(here: Path, file: dict[str, Any], given: dict[str, Any], plac
 @pytest.mark.parametrize(
     ("file", "given", "reason"),
     [
-        (AXOLOTL, {"cosine_constant_lr_ratio": 0.1}, "falls to the end"),
+        (AXOLOTL, {"cosine_constant_lr_ratio": 0.1}, "decays to the end"),
         (FACTORY, {"early_stopping_steps": 3}, "no rows are held"),
         (FACTORY, {"lr_scheduler_kwargs": {"num_cycles": 3}}, "num_cycles: 3, which has no counterpart"),
         (FACTORY, {"lr_scheduler_kwargs": {"min_lr": "low"}}, "min_lr: 'low'"),
@@ -609,7 +609,7 @@ def test_more_keys(here: Path, file: dict[str, Any], given: dict[str, Any], plac
         (FACTORY, {"lr_scheduler_type": "warmup_stable_decay"}, "decay of type cosine"),
         (AXOLOTL, {"early_stopping_patience": 3, "val_set_size": 0}, "no rows are held out"),
         (AXOLOTL, {"early_stopping_patience": 2.5}, "a whole number"),
-        (DPO, {"metric_for_best_model": "accuracy"}, "the least held-out loss"),
+        (DPO, {"metric_for_best_model": "accuracy"}, "the lowest held-out loss"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) and len(value) < 4 else "",
 )  # fmt: skip
@@ -624,16 +624,16 @@ def test_a_refusal_has_its_reason(here: Path, file: dict[str, Any], given: dict[
     [
         ("eval_max_new_tokens", 128, "no text is generated"), ("eval_table_size", 5, "no text is generated"),
         ("gradient_checkpointing_kwargs", {"use_reentrant": False}, "gradients are the same"),
-        ("save_first_step", True, "train.save_every"), ("eval_batch_size", 1, "the sizes and the precision"),
+        ("save_first_step", True, "train.save_every"), ("eval_batch_size", 1, "batch sizes and precision"),
         ("device_map", "auto", "a rank has one device"), ("dataset_processes", 8, "data.workers"),
         ("average_tokens_across_devices", False, "targets of all ranks"), ("tokenizer_legacy", False, "tokenizer.json"),
         ("lora_qkv_kernel", True, "a choice of kernels"), ("fsdp_version", 2, "FSDP2"),
         ("unsloth_rope", True, "a choice of kernels"), ("gemma4_hybrid_attn_impl", True, "speed or memory"),
         ("heads_k_stride", 1, "speed or memory"), ("llama4_linearized_experts", True, "one matrix or one by one"),
         ("tokenizer_use_mistral_common", True, "tokenizer.json"), ("freeze_mm_modules", True, "language model alone"),
-        ("do_causal_lm_eval", True, "optrush eval"), ("lora_fan_in_fan_out", True, "switches it off for linears"),
+        ("do_causal_lm_eval", True, "optrush eval"), ("lora_fan_in_fan_out", True, "disables it for linears"),
         ("eta_min", 7e-7, "does not read it"), ("accelerator_config", {"split_batches": False}, "speed or memory"),
-        ("cls_model_config", "LlamaConfig", "name the class"), ("dataloader_drop_last", True, "once an epoch"),
+        ("cls_model_config", "LlamaConfig", "name the class"), ("dataloader_drop_last", True, "once per epoch"),
     ],
 )  # fmt: skip
 def test_each_listed_key_has_its_own_reason(here: Path, key: str, value: Any, reason: str) -> None:
@@ -745,7 +745,7 @@ def test_what_has_no_effect_is_listed(call: Call, here: Path) -> None:
     Path("a.yml").write_text(yaml.safe_dump(AXOLOTL))
     found = call("import", "a.yml", "--out", "ours.yaml", "--ranks", "2")
     assert found.code == 0 and found.out == "optrush train ours.yaml --ranks 2 --dry-run\n"
-    assert "wandb_project: the name of a log" in found.err and "tf32" in found.err
+    assert "wandb_project: a logging option" in found.err and "tf32" in found.err
     assert yaml.safe_load(Path("ours.yaml").read_text())["with"]["ddp"] == {}
     assert call("import", "a.yml", "--out", "ours.yaml").code == 2, "an existing file stays"
 
@@ -754,7 +754,7 @@ def test_what_axolotl_does_not_read_is_listed(here: Path) -> None:
     rows = {"path": "rows.jsonl", "type": "alpaca", "roles_to_train": ["user"]}
     Path("a.yml").write_text(yaml.safe_dump({**AXOLOTL, "datasets": [rows]}))
     notes = translate(Path("a.yml"), tool="axolotl").notes
-    assert "datasets[0].roles_to_train: axolotl does not read it of rows of this type" in notes
+    assert "datasets[0].roles_to_train: axolotl ignores it for rows of this type" in notes
 
 
 @pytest.mark.parametrize("entry", ["a", {"file_name": 5}, {"tags": ["a"]}, {"columns": {"messages": ["a"]}}], ids=str)

@@ -561,7 +561,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no such model": (["--model", "./none", "--data", "chat.jsonl"], ("the model ./none", "no such folder")),
     "no such shape": (["--model", "shape:llama", "--data", "random"], ("model.shape: llama", "no such shape")),
     "no such file": (["--model", "tiny", "--data", "no.jsonl"], ("no.jsonl", "no such file", "check the path")),
-    "a bad first row": (["--model", "tiny", "--data", "bad.jsonl"], ("bad.jsonl:1", "neither 'text' nor 'messages'")),
+    "a bad first row": (["--model", "tiny", "--data", "bad.jsonl"], ("bad.jsonl:1", "no known format")),
     "no such sample": (["--model", "tiny", "--data", "sample:jokes"], ("the data sample:jokes", "take sample:recipes")),
     "no number": (["--model", "tiny", "--data", "random:x"], ("the data random:x", "no number", "random:4096")),
     "no such objective": ([*SAMPLE, "--objective", "stf"], ("the objective stf", "did you mean `sft`?")),
@@ -661,8 +661,8 @@ def test_a_folder_of_images_with_captions(form: str, call: Call, here: Path) -> 
 @pytest.mark.parametrize(
     ("break_", "found", "do"),
     [
-        (lambda f: (f / "a.txt").unlink(), "1 of 3 have none: a.png", "write NAME.txt beside NAME.jpg"),
-        (lambda f: (f / "a.txt").write_text(" "), "a.txt is empty", "write a caption there"),
+        (lambda f: (f / "a.txt").unlink(), "1 of 3 images without: a.png", "write NAME.txt next to NAME.jpg"),
+        (lambda f: (f / "a.txt").write_text(" "), "a.txt is empty", "write a caption"),
         (lambda f: (f / "a.txt").write_bytes(b"\xff\xfe"), "a.txt is not UTF-8", "save it as UTF-8"),
         (
             lambda f: (f / "metadata.jsonl").write_text('{"file_name": "a.png"}'),

@@ -43,9 +43,9 @@ def test_one_key_or_several(write: Write, here: Path) -> None:
         ("mlflow", "`tracker: mlflow`", "MLFLOW_TRACKING_URI", "tracker.offline: true"),
         ({"name": "mlflow", "uri": "http://h", "offline": True}, "`tracker.offline: true`", "`tracker.uri`", "leave"),
         ({"name": "mlflow", "uri": "sqlite:///a.db"}, "`tracker: mlflow`", "sqlite:///a.db", "tracker.offline: true"),
-        ({"name": "mlflow", "uri": "http://u:c4n4ry@h"}, "`tracker.uri`", "a user or password", "take it out"),
+        ({"name": "mlflow", "uri": "http://u:c4n4ry@h"}, "`tracker.uri`", "a user or password", "remove it"),
         ({"name": "mlflow", "uri": "http://h/?t=c4n4ry"}, "`tracker.uri`", "more than host and path", "environment"),
-        ({"name": "wandb", "run": "https://c4n4ry@h/r"}, "`tracker.run`", "a user or password", "take it out"),
+        ({"name": "wandb", "run": "https://c4n4ry@h/r"}, "`tracker.run`", "a user or password", "remove it"),
         ("http://u:c4n4ry@h", "`tracker`", "http://***@h", "'mlflow' or 'wandb'"),
     ],
 )

@@ -59,9 +59,9 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tag of a mapping": ("data: !include {path: x}\n", ("run.yaml:1", "!include")),
     "not YAML": ("model: [tiny\n", ("run.yaml:", "not YAML", "fix that line")),
     "a tab": ("data:\n\tpath: x\n", ("run.yaml:2", "not YAML")),
-    "empty": ("", ("run.yaml", "nothing at the top", "begin with `model:`")),
+    "empty": ("", ("run.yaml", "nothing at the top", "start with `model:`")),
     "only a comment": ("# model: tiny\n", ("run.yaml", "nothing at the top")),
-    "a list": ("- model: tiny\n", ("run.yaml", "no mapping at the top", "begin with `model:`")),
+    "a list": ("- model: tiny\n", ("run.yaml", "no mapping at the top", "start with `model:`")),
     "two documents": ("model: tiny\n---\nmodel: tiny\n", ("run.yaml:", "not YAML", "expected a single document")),
 }  # fmt: skip
 
@@ -103,7 +103,7 @@ VALUES: dict[str, Case] = {
     ),
     "a cap without a GPU": (
         {}, ["--with", "memory-cap:mib=8000"],
-        ("`memory-cap` needs a CUDA device", "a CPU only", "leave the technique out"),
+        ("`memory-cap` needs a CUDA device", "a CPU only", "turn the technique off"),
     ),
     "no data": ({"data": {"path": None}}, [], ("one of `data.path`", "none of them", "give exactly one")),
     "two data": ({"data": {"sample": "recipes"}}, [], ("`data.path` and `data.sample`", "give exactly one")),
@@ -157,7 +157,7 @@ VALUES: dict[str, Case] = {
     ),
     "hub id of another size": (
         {"model": "meta-llama/Llama-3.1-13B"}, [],
-        ("do:    check the name", "a plan only needs its config.json", "are stored here of meta-llama/Llama-3."),
+        ("do:    check the name", "a plan only needs its config.json", "built-in shapes: meta-llama/Llama-3."),
     ),
     "hub id of a neighbour": (
         {"model": "mistralai/Mistral-Large-Instruct-2407"}, [], ("do:    check the name and", "stored here of "),
@@ -305,7 +305,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"quantization_config": {"quant_method": "hqq"}}, ("weights quantised on disk", "hqq", "unquantised"),
     ),
     "unknown rope": (
-        {"rope_parameters": {"rope_type": "llama33", "rope_theta": 1e4}}, ("RoPE type 'llama33'", "correct rope_type"),
+        {"rope_parameters": {"rope_type": "llama33", "rope_theta": 1e4}}, ("RoPE type 'llama33'", "fix rope_type"),
     ),
     "no size": ({"hidden_size": None}, ("hidden_size is None", "positive whole number")),
     "sizes do not divide": ({"num_key_value_heads": 5}, ("num_key_value_heads 5", "multiple of key/value heads")),
@@ -489,7 +489,7 @@ def test_a_model_in_the_way(call: Call, write: Write, here: Path) -> None:
     tiny.write_tiny(here / "out/model")
     before = {p: p.read_bytes() for p in (here / "out").rglob("*") if p.is_file()}
     found = call("train", write(model="out/model"))
-    assert found.code == 2 and "is where it writes" in found.err
+    assert found.code == 2 and "and would write to it" in found.err
     found = call("train", write())
     assert found.code == 2 and "the folder has a `model`, which this run would overwrite" in found.err
     assert {p: p.read_bytes() for p in (here / "out").rglob("*") if p.is_file()} == before

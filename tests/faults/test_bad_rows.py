@@ -32,7 +32,7 @@ KINDS = {
     "invalid UTF-8": (b'{"text": "\xff\xfe"}', "invalid UTF-8 at byte 10"),
     "byte order mark": (b'\xef\xbb\xbf{"text": "a"}', "byte order mark"),
     "50 MB": (b'{"text": "' + b"a" * 50_000_000 + b'"}', "longer than 32 MiB"),
-    "duplicate key": (b'{"text": "a", "text": "b"}', "'text' stands twice"),
+    "duplicate key": (b'{"text": "a", "text": "b"}', "'text' appears twice"),
     "NaN": (b'{"text": "a", "score": NaN}', "NaN is not a JSON number"),
     "wrong type": (line(text=["a"]), "text is a list, not a string"),
     "missing key": (line(messages=[ASK, {"role": "assistant"}]), "messages[1] has no 'content'"),
@@ -101,8 +101,8 @@ def test_bad_rows_of_json_lines(tmp_path: Path) -> None:
 
 def test_bad_rows_of_csv(tmp_path: Path) -> None:
     rows = {
-        "truncated": (b"a,b", "2 cells under 3 columns"),
-        "too many cells": (b"a,b,c,d", "4 cells under 3 columns"),
+        "truncated": (b"a,b", "2 cells for 3 columns"),
+        "too many cells": (b"a,b,c,d", "4 cells for 3 columns"),
         "empty line": (b"", "an empty line"),
         "invalid UTF-8": (b"a,\xff,c", "invalid UTF-8"),
         "byte order mark in a row": (b"\xef\xbb\xbfa,b,c", "byte order mark"),

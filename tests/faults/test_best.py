@@ -201,7 +201,10 @@ def test_stopped_early_on_two_ranks(home: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"data__eval": None}, "no `data.eval`: nothing is held out"), ({}, "1 evaluation in 12 steps, the last at the")],
+    [
+        ({"data__eval": None}, "no `data.eval`: nothing is held out"),
+        ({}, "1 evaluation in 12 steps, the last after the"),
+    ],
 )
 def test_a_run_that_could_not_stop_early(
     home: Path, changes: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]

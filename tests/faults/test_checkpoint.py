@@ -221,7 +221,7 @@ def test_damage_in_the_blanks_of_a_manifest(three_steps: Path, tmp_path: Path) -
     for damaged in (text.replace(b"\n", b"\r", 1), text + b" ", text.replace(b": ", b":\t", 1), text[:-1]):
         assert json.loads(damaged) == json.loads(text)
         file.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"manifest\.json holds other bytes"):
+        with pytest.raises(CheckpointError, match=r"manifest\.json does not match its digest"):
             verify(file.parent)
 
 

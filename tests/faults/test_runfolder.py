@@ -40,7 +40,7 @@ def test_a_second_run_in_one_folder(tmp_path: Path) -> None:
 
     pid = fork(hold)
     wait_until(ready.exists, "the folder is locked")
-    with pytest.raises(ConfigError, match="another run is at work"), lock(tmp_path):
+    with pytest.raises(ConfigError, match="another run is using it"), lock(tmp_path):
         pass
     os.kill(pid, signal.SIGKILL)
     assert ended(pid) == -9

@@ -119,7 +119,7 @@ def test_held_out_rows_have_weights(box: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("sets", "says"), [
-    (["data.train_on=all"], "every token is learnt"),
+    (["data.train_on=all"], "every token is a target"),
     (["objective=distill", "distill.teacher=tiny"], "objective: sft"),
 ])  # fmt: skip
 def test_what_weights_do_not_go_with(box: Path, tmp_path: Path, sets: list[str], says: str) -> None:

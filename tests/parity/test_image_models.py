@@ -663,7 +663,7 @@ def test_ranks_that_train_the_tower(kind: str, sight_of: Callable[[str], Sight],
     ("sets", "found"),
     [(["image.train=projector"], "no row has an image"),
      (["image.train=tower", "model.implementation=transformers"], "model.implementation: transformers"),
-     (["image.lr=0.1"], "what is trained at this rate")],
+     (["image.lr=0.1"], "together with `lr`")],
 )  # fmt: skip
 def test_what_trains_no_tower(sets: list[str], found: str, qwen: Sight, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "what ?"}, {"role": "assistant", "content": "a square"}]

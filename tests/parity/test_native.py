@@ -160,7 +160,7 @@ def test_export_writes_its_type_and_needs_every_parameter(llama, tmp_path):
     assert {t.dtype for t in load_file(tmp_path / "a" / "model.safetensors").values()} == {torch.bfloat16}
     with pytest.raises(CheckpointError, match=r"no values for norm.weight"):
         export_weights(tmp_path / "b", ((n, t) for n, t in named if n != "norm.weight"), recipe, hf)
-    with pytest.raises(CheckpointError, match="unknown or came twice"):
+    with pytest.raises(CheckpointError, match="unknown or repeated"):
         export_weights(tmp_path / "c", iter([*named, named[0]]), recipe, hf)
 
 

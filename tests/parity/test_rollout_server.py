@@ -256,7 +256,7 @@ def moved(n: int, by: float, seed: int = 0) -> torch.Tensor:
     [
         (0.01, 0.0, ""), (0.01, 0.002, ""), (0.01, 0.05, ""),  # as of the base at first, then told apart
         (0.3, 0.0, "in the mean"), (0.01, 0.5, ""),
-        ("base", 0.05, "the base without its adapter"), ("base", 0.5, "the base without its adapter"),
+        ("base", 0.05, "the base model without the adapter"), ("base", 0.5, "the base model without the adapter"),
         ("base", 0.002, ""),  # not to be told apart yet
     ],
 )  # fmt: skip
@@ -328,15 +328,15 @@ def slept(path: str, found: Any) -> Any:
     [
         (choice(logprobs=None), "no log-probabilities", "--max-logprobs"),
         (choice(logprobs={"token_logprobs": []}), "no log-probabilities", "--max-logprobs"),
-        (choice(token_ids=[1], logprobs={"token_logprobs": [float("nan")]}), "no finite numbers", "log"),
-        (choice(token_ids=[1], logprobs={"token_logprobs": [None]}), "no finite numbers", "log"),
+        (choice(token_ids=[1], logprobs={"token_logprobs": [float("nan")]}), "not finite", "log"),
+        (choice(token_ids=[1], logprobs={"token_logprobs": [None]}), "not finite", "log"),
         (choice(token_ids=[1], logprobs={"token_logprobs": [-(10**400)]}), "in another form: OverflowError", "update"),
         (lambda path, found: "[" * 200000 if path == "/v1/completions" else found, "another form: TypeError", "update"),
         (choice(token_ids=[99999], logprobs={"token_logprobs": [-1.0]}), "the token 99999", "another tokenizer"),
         (choice(token_ids=None), "without `token_ids`", "update vLLM"),
         (choice(prompt_token_ids=[1, 2]), "a prompt of", "add no tokens"),
         (choice(finish_reason="abort"), "ended by 'abort'", "--max-model-len"),
-        (counted, "that the server read as 99", "add no tokens"),
+        (counted, "which the server counted as 99", "add no tokens"),
         (longer, "log-probabilities", "update the server"),
         (emptied, "in another form: KeyError", "update the server"),
         (lambda path, found: [] if path == "/v1/completions" else found, "in another form: TypeError", "update"),
@@ -401,7 +401,7 @@ def test_an_adapter_that_is_loaded_and_not_applied_ends_the_run(folder, served):
     server.reply = lambda path, body, plain=server.reply: plain(
         path, {**body, "model": "base"} if "model" in body else body
     )  # type: ignore[method-assign,misc]
-    with pytest.raises(NeedsError, match="the base without its adapter"):
+    with pytest.raises(NeedsError, match="the base model without the adapter"):
         metrics(run_with(folder, server, lora={"rank": 4}))
 
 

@@ -520,7 +520,7 @@ def test_an_expression_adapts_what_its_names_do(box):
         (["o_proj", "dense"], None),
         (["q_proj", "v_proj", "k_proj", "o_proj"], "is called q_proj, v_proj, k_proj"),
         ([*ATTENTION, *MLP], "is called q_proj, k_proj, v_proj"),
-        (["q_a_proj", *MLP], "those beside the experts"), (["q_a_proj", "c_attn"], "is called c_attn"),
+        (["q_a_proj", *MLP], "outside the experts"), (["q_a_proj", "c_attn"], "is called c_attn"),
     ],
     ids=str,
 )  # fmt: skip

@@ -60,7 +60,7 @@ def test_no_search_leaves_it_out():
 @pytest.mark.parametrize(
     ("withs", "device", "found", "do"),
     [
-        ("memory-cap:mib=100", hardware.CPU, "a CPU only", "run it on one"),
+        ("memory-cap:mib=100", hardware.CPU, "a CPU only", "use such a device"),
         ("memory-cap", H200, "neither `fraction` nor `mib`", "exactly one"),
         ("memory-cap:mib=9000,fraction=0.5", H200, "`fraction: 0.5` and `mib: 9000`", "exactly one"),
         ("memory-cap:mib=900000", H200, "NVIDIA H200 has 143155 MiB", "take less"),

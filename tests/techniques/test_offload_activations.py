@@ -376,7 +376,7 @@ def test_a_run_may_have_its_part_of_the_host(box, here, monkeypatch):
     whole = hardware.cpu().memory_bytes
     assert job.host_memory == hardware.HostMemory(int(0.9 * whole / 4))
     job.host_memory.most_bytes = 3 * PAGE
-    with pytest.raises(MemoryError, match="this process may have"):
+    with pytest.raises(MemoryError, match="the limit of this process"):
         list(steps(job, 1))
     assert job.host_memory.taken_bytes == 3 * PAGE
 

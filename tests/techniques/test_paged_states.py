@@ -262,7 +262,7 @@ def test_host_memory_that_is_not_there():
 
     with pytest.raises(NeedsError) as error:
         paged(parameters(torch.bfloat16), MAKES["fused"], (Late, Full))
-    assert error.value.found.endswith("gives no more: CUDA error: out of memory")
+    assert error.value.found.endswith("not enough memory: CUDA error: out of memory")
 
 
 # In a run.

@@ -102,9 +102,9 @@ def test_a_token_that_was_not_special_becomes_it(box, tmp_path):
 
 
 def test_tokens_that_cannot_be(box, tmp_path):
-    with pytest.raises(ConfigError, match="white space at its ends") as caught:
+    with pytest.raises(ConfigError, match="white space") as caught:
         add_tokens(tokenizer(box), ("<a> ",))
-    assert caught.value.do == "leave it out" and "'<a> '" in caught.value.asked
+    assert caught.value.do == "remove it" and "'<a> '" in caught.value.asked
     with pytest.raises(ConfigError, match="a word of this tokenizer's vocabulary") as caught:
         add_tokens(tokenizer(box), ("w3",))
     assert "<|im_start|>" in caught.value.do
@@ -154,7 +154,7 @@ def test_chatml_needs_its_tokens(box):
         open_tokens(run(box, chat_template="chatml", add_tokens=TOKENS[:1]), box / "untied")
     assert caught.value.asked == "`model.chat_template: chatml`"
     assert caught.value.found == "the tokenizer has no special token <|im_end|>"
-    assert caught.value.do == 'give it them: add_tokens: ["<|im_start|>", "<|im_end|>"] under model'
+    assert caught.value.do == 'add them: add_tokens: ["<|im_start|>", "<|im_end|>"] under model'
 
 
 def test_a_file_of_that_name_comes_first(box, tmp_path, monkeypatch):

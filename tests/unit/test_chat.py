@@ -186,7 +186,7 @@ def test_a_template_that_changes_the_text_is_refused(bytelevel, source):
 )
 @pytest.mark.parametrize("after", [[], [("user", "thanks")]])
 def test_a_template_without_an_end_of_turn_is_refused(bytelevel, source, after):
-    with pytest.raises(DataError, match="never learn to stop"):
+    with pytest.raises(DataError, match="not learn to stop"):
         Tokens(bytelevel, source).document(row(("user", "a"), ("assistant", "b"), *after), "assistant", WHERE)
 
 

@@ -117,7 +117,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(folder, monkeypatch):
     (folder / "data/shut").mkdir()
     monkeypatch.setattr(os, "scandir", deny)
     error = refused("data")
-    assert error.found == "Permission denied: data/shut" and "rights" in error.do
+    assert error.found == "Permission denied: data/shut" and "permissions" in error.do
 
 
 # --- the hub
@@ -195,7 +195,10 @@ def test_a_data_set_that_cannot_be_fetched(folder, hub, monkeypatch):
 
 
 def test_the_hub_without_its_library_or_with_an_old_one(folder, monkeypatch):
-    for module, found in ((None, "no library datasets"), (Hub("3.6.0").module, "datasets 3.6.0, which may run code")):
+    for module, found in (
+        (None, "the library datasets"),
+        (Hub("3.6.0").module, "datasets 3.6.0, which may run a repository's code"),
+    ):
         monkeypatch.setitem(sys.modules, "datasets", module)
         error = refused("org/name", folder, NeedsError)
         assert found in error.found and "python -m pip install 'optrush[datasets]'" in error.do
@@ -254,4 +257,4 @@ def test_a_file_that_grows_meanwhile_has_no_fingerprint(folder, monkeypatch):
     monkeypatch.setattr(readers, "mark", lambda file: next(marks))
     with pytest.raises(DataError) as caught:
         files_fingerprint([folder / "a.jsonl"])
-    assert "changed meanwhile" in caught.value.found
+    assert "changed during reading" in caught.value.found

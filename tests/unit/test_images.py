@@ -153,7 +153,7 @@ def test_every_form_names_its_image(row: dict[str, Any], images: list[Any]) -> N
         ({"messages": [asked({"type": "image", "base64": ""}), ANSWER]}, "the image has no bytes"),
         ({"messages": [asked({"type": "image", "image": "data:image/png,abc"}), ANSWER]}, "without base64"),
         ({"messages": [asked({"type": "image", "image": "a"}, {"type": "text", "text": "\ufdd0"}), ANSWER]}, "U+FDD0"),
-        ({"messages": [asked({"type": "image", "image": "a", "weight": 0}), ANSWER]}, "not learnt apart"),
+        ({"messages": [asked({"type": "image", "image": "a", "weight": 0}), ANSWER]}, "no loss mask of their own"),
         ({"messages": [asked({"type": "video", "video": "a"}), ANSWER]}, "'video', not a part of type 'text'"),
         ({"messages": [asked(), {"role": "assistant", "content": [{"type": "image", "image": "a"}]}]}, "is 'image'"),
         ({"messages": [asked(), ANSWER], "images": ["a"]}, "images: 1; places for them in its turns (<image>): 0"),
@@ -183,18 +183,18 @@ def test_every_form_names_its_image(row: dict[str, Any], images: list[Any]) -> N
                     ANSWER,
                 ]
             },
-            "messages[0].content[0] has 'image_url', which is not understood",
+            "messages[0].content[0] has 'image_url', which is not supported",
         ),
-        ({"text": "<image> a", "image_path": "a"}, "the row has 'image_path', which is not understood"),
+        ({"text": "<image> a", "image_path": "a"}, "the row has 'image_path', which is not supported"),
         (
             {"prompt": "<image>", "chosen": "b", "rejected": "c", "image_url": "a"},
-            "'image_url', which is not understood",
+            "'image_url', which is not supported",
         ),
         ({"prompt": "<image>", "completion": "c", "image_url": "a"}, "1 in 'image_url'; places for them in its turns"),
-        ({"messages": [asked(), ANSWER], "videos": ["a"]}, "the row has 'videos', which is not understood"),
-        ({"text": "a", "images": ["a"]}, "the row has 'images', which is not understood"),
+        ({"messages": [asked(), ANSWER], "videos": ["a"]}, "the row has 'videos', which is not supported"),
+        ({"text": "a", "images": ["a"]}, "the row has 'images', which is not supported"),
         ({"prompt": "<image>", "completion": "a", "images": ["a"]}, "places for them in its turns (<image>): 0"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a"]}, "'images', which is not understood"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a"]}, "'images', which is not supported"),
     ],
 )
 def test_what_names_none(row: dict[str, Any], reason: str) -> None:
@@ -382,7 +382,7 @@ def test_addresses_of_the_own_network(host: str, found: str, base: Path, monkeyp
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for form in ("http", "https"):
-        with pytest.raises(ValueError, match=rf"({found}).*, an address of the own network; save the image"):
+        with pytest.raises(ValueError, match=rf"({found}).*, an address of your network; save the image"):
             download.download(f"{form}://{host}/a.png", 9)
 
 
@@ -395,18 +395,18 @@ def test_a_name_that_leads_into_the_own_network(site: str, monkeypatch: pytest.M
         return known("127.0.0.1" if host == "pictures.example.com" else host, *given, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", names)
-    with pytest.raises(ValueError, match=r"'pictures\.example\.com' is 127\.0\.0\.1, an address of the own"):
+    with pytest.raises(ValueError, match=r"'pictures\.example\.com' is 127\.0\.0\.1, an address of your"):
         download.download(f"{public}/a.png", 9999)
     asked, outside = list[str](), [True, False]
     monkeypatch.setattr(download, "is_outside", lambda one: not asked.append(one) and outside[len(asked) - 1])
-    with pytest.raises(ValueError, match="an address of the own network"):
+    with pytest.raises(ValueError, match="an address of your network"):
         download.download(f"{public}/moved", 9999)
     assert len(asked) == 2
     monkeypatch.setattr(download, "is_outside", lambda one: one != "127.0.0.1")
     monkeypatch.setenv("http_proxy", site)
     monkeypatch.delenv("no_proxy", raising=False)
     assert download.download("http://pictures.example.invalid/a.png", 9999) == PNG
-    with pytest.raises(ValueError, match="an address of the own network"):
+    with pytest.raises(ValueError, match="an address of your network"):
         download.download(f"{public}/a.png", 9999)
 
 
@@ -697,7 +697,7 @@ def test_a_template_that_drops_images(base: Path, tmp_path: Path) -> None:
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     )
-    with pytest.raises(DataError, match=r"1 images, and 0 of <\|image_pad\|>"):
+    with pytest.raises(DataError, match=r"1 images, but the chat template writes <\|image_pad\|> 0 times"):
         read(base, write_rows(tmp_path, 1), f"model.chat_template={template}")
 
 
@@ -778,7 +778,7 @@ def test_sizes_of_every_family(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
     for width, height in [(1, 1), (64, 48), (7, 300), (300, 7), (41, 41), (16, 640)]:
         (tmp_path / "a.png").write_bytes(encoded(Image.new("RGB", (width, height), "red")))
         if 7 in (width, height) and kind in ("pixtral", "mistral3"):  # where the processor raises, for 40 / 300 of 7
-            with pytest.raises(ValueError, match="of which a side has none once the longest is reduced"):
+            with pytest.raises(ValueError, match="the short side vanishes once the longest is reduced"):
                 reader.look(Picture("a.png"), tmp_path)
             continue
         seen = reader.look(Picture("a.png"), tmp_path)
@@ -793,12 +793,12 @@ def test_sizes_of_every_family(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("kind", "bound", "found", "do"),
     [
-        ("gemma3", "max_pixels=1000", "a base whose Gemma3ImageProcessor has one size", "leave it out"),
-        ("llava", "min_pixels=64", "a base whose CLIPImageProcessor has one size", "leave it out"),
+        ("gemma3", "max_pixels=1000", "a base whose Gemma3ImageProcessor has one size", "remove it"),
+        ("llava", "min_pixels=64", "a base whose CLIPImageProcessor has one size", "remove it"),
         ("gemma4", "min_pixels=64", "the largest size within a number of tokens", "remove it"),
-        ("gemma4", "max_pixels=100", "100 (data.max_pixels)", "data.max_pixels of at least 4,480"),
+        ("gemma4", "max_pixels=100", "100 (data.max_pixels)", "data.max_pixels to at least 4,480"),
         ("mistral3", "min_pixels=64", "a longest edge and enlarges no image", "remove it"),
-        ("mistral3", "max_pixels=20", "20 (data.max_pixels)", "data.max_pixels of at least 64"),
+        ("mistral3", "max_pixels=20", "20 (data.max_pixels)", "data.max_pixels to at least 64"),
         ("mistral3", "max_pixels=700", "", "grid 4 x 6"), ("gemma4", "max_pixels=9000", "", "grid 18 x 30"),
     ],
 )  # fmt: skip
@@ -821,16 +821,16 @@ def test_bounds_of_every_family(kind: str, bound: str, found: str, do: str, tmp_
 @pytest.mark.parametrize(
     ("kind", "file", "edit", "found"),
     [
-        ("gemma3", "config.json", {"boi_token_index": 7}, "boi_token_id of config.json: 7 is no added token"),
+        ("gemma3", "config.json", {"boi_token_index": 7}, "boi_token_id of config.json: 7 is not an added token"),
         ("gemma3", "config.json", {"image_token_index": None}, "image_token_index of config.json: None is no"),
         ("gemma3", "config.json", {"vision_config": {"model_type": "clip_vision_model"}}, "of the kind 'clip"),
         ("gemma3", "preprocessor_config.json", {"do_pan_and_scan": True}, "do_pan_and_scan, which cuts an image"),
         ("gemma3", "preprocessor_config.json", {"size": {"height": 40, "width": 40}}, "other patches than 8 x 8"),
         ("llava", "preprocessor_config.json", {"crop_size": {"height": 24, "width": 24}}, "other patches than 6 x 6"),
         ("llava", "preprocessor_config.json", {"do_center_crop": False}, "other patches than 6 x 6"),
-        ("mistral3", "processor_config.json", {"image_end_token": "[IMG_END]"}, "'[IMG_END]': None is no added token"),
+        ("mistral3", "processor_config.json", {"image_end_token": "[IMG_END]"}, "None is not an added token"),
         ("mistral3", "config.json", {"text_config": {"vocab_size": 100}}, "260, but the embedding has 100 rows"),
-        ("pixtral", "config.json", {"vision_feature_select_strategy": "default"}, "'default', which leaves a"),
+        ("pixtral", "config.json", {"vision_feature_select_strategy": "default"}, "'default', which drops a"),
         ("gemma4", "preprocessor_config.json", {"max_soft_tokens": 71}, "`max_soft_tokens` must be one of"),
     ],
 )  # fmt: skip

@@ -97,7 +97,7 @@ def caller(tokenizer, called):
 def test_what_ends_a_call_does_not_pass_for_the_end_of_the_turn(bytelevel, called, said):
     tokens = caller(bytelevel, called)
     if said is None:
-        with pytest.raises(DataError, match="never learn to stop"):
+        with pytest.raises(DataError, match="not learn to stop"):
             tokens.document(weighing("ab"), "assistant", WHERE)
     else:
         assert learnt(tokens, tokens.document(weighing("ab"), "assistant", WHERE)) == [said]

@@ -131,7 +131,7 @@ def test_cards_as_people_write_them(text, name):
         ("4090 48GB", "no such name"), ("1.5xh100", "did you mean `h100`"), ("-1xh100", "did you mean `h100`"),
         ("24", "write 24GiB"), ("a100x8", "several cards"), ("x8", "no such name"), ("8**h100", "no such name"),
         ("0GB", "without memory"), ("rtx 6000", "a6000 or 6000ada or rtxpro6000"), ("RTX5000", "a5000 or 5000ada"),
-        ("1080ti", "of a card that is not listed give the memory: 24GiB"),
+        ("1080ti", "for an unlisted card write its memory: 24GiB"),
         ("4090 0GB", "no such name"), ("-4090", "no such name"), ("4090é", "no such name"),
     ],
 )  # fmt: skip

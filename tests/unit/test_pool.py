@@ -74,7 +74,7 @@ def test_a_worker_that_dies_or_hangs_is_an_error_of_its_item(monkeypatch):
 
     for work, what, limit_s in (
         (dies, r"was killed by signal 9 \(out of memory\?\)", 600),
-        (hangs, "said nothing", 0.6),
+        (hangs, "gave no result", 0.6),
     ):
         results = made(work, range(4, 9), limit_s=limit_s)
         workers = [worker.pid for worker in results.workers]

@@ -61,7 +61,7 @@ def test_sound_data_passes(tokenizer, train_on, template):
 
 
 def test_nothing_to_learn(tokenizer):
-    with pytest.raises(DataError, match="no token of them would be learnt") as caught:
+    with pytest.raises(DataError, match="they have no target token") as caught:
         look(Tokens(tokenizer), [talk("Two."), talk("Three.")], cut=shorter(5))
     assert "first 2 rows" in caught.value.asked and "batch.seq" in caught.value.do
     assert "at d.jsonl:1: '<|bos|><|im_start|>user\\n" in caught.value.found, "control characters are written out"
@@ -146,6 +146,6 @@ def test_an_end_of_turn_that_is_never_learnt(tokenizer, train_on, row, stop):
     tokens = Tokens(tokenizer)
     with pytest.raises(DataError) as caught:
         look(tokens, [row, Text("Two eggs " * 20)], train_on, cut=endless)
-    assert caught.value.asked == f"to learn to stop with {stop}, as answers end"
+    assert caught.value.asked == f"to learn to stop with {stop} at the end of answers"
     assert "none of the first 2 rows; one, at d.jsonl:1" in caught.value.found and "batch.seq" in caught.value.do
     look(tokens, [row, talk("Two."), Completion("a", "b")], train_on, cut=endless)

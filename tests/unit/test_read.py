@@ -51,8 +51,8 @@ BAD = {
     "nan": (b'{"text": "a", "score": NaN}', "NaN is not a JSON number"),
     "infinity": (b'{"text": "a", "score": -Infinity}', "-Infinity is not a JSON number"),
     "huge number": (b'{"text": "a", "score": 1e999}', "the number '1e999' is too large"),
-    "duplicate key": (b'{"text": "a", "text": "b"}', "'text' stands twice"),
-    "duplicate inner key": (b'{"messages": [{"role": "user", "role": "user"}]}', "'role' stands twice"),
+    "duplicate key": (b'{"text": "a", "text": "b"}', "'text' appears twice"),
+    "duplicate inner key": (b'{"messages": [{"role": "user", "role": "user"}]}', "'role' appears twice"),
     "nested": (b'{"text": ' + b"[" * 200_000, "nested too deeply"),
     "nested and closed": (b'{"text": ' + b"[" * 101 + b"]" * 101 + b"}", "nested too deeply"),
     "long number": (b'{"text": "a", "n": ' + b"1" * 5000 + b"}", "not valid JSON"),
@@ -154,7 +154,7 @@ def test_a_file_that_was_cut_after_its_parts_were_counted(tmp_path):
     parts = list(chunks(path, len(GOOD) * 2))
     path.write_bytes(GOOD * 3)
     assert len(found(parts[0])) == 2
-    assert "shorter than when its parts were counted" in refused(lambda: found(parts[1])).found
+    assert "shorter than when it was counted" in refused(lambda: found(parts[1])).found
 
 
 @pytest.mark.parametrize("size", [1, 30, 10**6])
@@ -193,7 +193,7 @@ def test_an_array_is_read_whatever_its_layout(tmp_path):
         (b"[", "not valid JSON (cut off?)"),
         (b'[{"text": "a"}] {"text": "b"}', "not valid JSON (cut off?): Extra data at character 16"),
         (b'[{"text": "a"}, , {"text": "b"}]', "not valid JSON"),
-        (b'[{"text": "a", "text": "b"}]', "'text' stands twice"),
+        (b'[{"text": "a", "text": "b"}]', "'text' appears twice"),
         (b'[{"text": "\xff"}]', "invalid UTF-8 at byte 11"),
         (b" [ ] ", "an empty file"),
     ],
@@ -228,7 +228,7 @@ def test_bad_rows_of_a_csv_are_named_with_their_line(tmp_path):
     assert rows[0][1] == {"text": "two\nlines", "n": "1"} and rows[7][1] == {"text": "last", "n": "2"}
     for (_, reason), expected, line in zip(
         rows[1:7],
-        ["1 cells under 2 columns", "an empty line", "3 cells under 2", "invalid UTF-8", "not valid CSV", "byte order"],
+        ["1 cells for 2 columns", "an empty line", "3 cells for 2", "invalid UTF-8", "not valid CSV", "byte order"],
         range(4, 10),
     ):
         assert expected in reason and reason.endswith(f"(line {line} of the file)")
@@ -285,7 +285,7 @@ def test_a_table_whose_separator_is_unclear(tmp_path, name, header, held, do):
     raw = f"\ufeff{header}\n{header}{mark}more\n".encode()
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     error = refused(lambda: found(tmp_path / name))
-    assert f"the header has one column, {header!r}, which holds {held}" in error.found and do in error.do
+    assert f"the header has one column, {header!r}, which contains {held}" in error.found and do in error.do
     (tmp_path / "one.csv").write_text("text\na;b|c\td\n")
     assert found(tmp_path / "one.csv") == [(1, {"text": "a;b|c\td"})]
     (tmp_path / "named.csv").write_text("the text; in one column\na b\n")

@@ -311,7 +311,7 @@ def test_cleaned_rows_are_not_tokenised(both, tokens, monkeypatch):
     written(both / "a.jsonl", [*texts(0, 20), *texts(0, 5), {"text": "hm"}])
     found = read(tokens, "a.jsonl", clean={"chars": [5, None], "exact_duplicates": True}, eval=0.25)
     assert found.train.counts.cleaned == 6 and found.held_out.counts.cleaned == 0
-    assert len(found.train) + len(found.held_out) == 20 and "6 cleaned away" in found.summary
+    assert len(found.train) + len(found.held_out) == 20 and "6 filtered out" in found.summary
     assert found.cleaned["rows"] == 26 and found.cleaned["kept"]["rows"] == 20
     if tokenize.CHUNK_bytes < 1000:  # cleaned once, too
         monkeypatch.setattr("optrush.data.dataset.clean_files", None)
@@ -429,7 +429,7 @@ def test_a_stream_whose_file_changed(here, tokens):
     path = written(here / "a.jsonl", texts(0, 30))
     live = read(tokens, "a.jsonl", stream=True).train
     path.write_text("")
-    with pytest.raises(DataError, match="not where it was"):
+    with pytest.raises(DataError, match="moved or deleted"):
         live.read([7])
 
 
@@ -580,7 +580,7 @@ def test_what_a_store_has_not(store, tmp_path, url, says):
 @pytest.mark.parametrize(("kind", "library"), [("s3", "s3fs"), ("gs", "gcsfs"), ("abfs", "adlfs")])
 def test_a_library_that_is_missing(tmp_path, monkeypatch, kind, library):
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(NeedsError, match=f"no library {library}[\\s\\S]*python -m pip install {library}"):
+    with pytest.raises(NeedsError, match=f"the library {library}[\\s\\S]*python -m pip install {library}"):
         find_files(f"{kind}://bucket/a.jsonl", tmp_path)
 
 

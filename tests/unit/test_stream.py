@@ -449,4 +449,4 @@ def test_a_forked_process_does_not_end_the_workers_of_its_parent():
 def test_a_late_batch_whose_worker_has_ended():
     ended = subprocess.Popen(["true"])
     ended.wait()
-    assert "its data workers are at work" in sampler._late(60.0, [ended.pid])
+    assert "its data workers are busy" in sampler._late(60.0, [ended.pid])

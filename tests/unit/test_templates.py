@@ -86,8 +86,8 @@ REFUSED = [
         r"gptoss.*",
         re.compile("[2-8] turns|, turns"),
     ),  # <|return|> ends the last answer only
-    ("otherwise once later turns follow", r"gemma4(_v[345])?|diffusion_gemma.*", re.compile("call with text")),  # moved
-    ("neither like a plain answer", r"qwen3_5_nothink.*", re.compile("reasoning|thinking")),  # asks for no thoughts
+    ("later turns change how", r"gemma4(_v[345])?|diffusion_gemma.*", re.compile("call with text")),  # moved
+    ("neither a plain answer", r"qwen3_5_nothink.*", re.compile("reasoning|thinking")),  # asks for no thoughts
 ]
 
 

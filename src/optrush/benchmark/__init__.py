@@ -1,1 +1,1 @@
-"""The ladder: each optimisation measured alone, in a fresh process, against what was there before it."""
+"""The ladder: each optimisation measured separately, in a fresh process, against the rung before it."""

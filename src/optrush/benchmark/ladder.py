@@ -6,14 +6,14 @@ YAML or a shipped name -> `find_ladder` -> Ladder (entries as written) -> `resol
     repeats: 3                       # --repeats overrides it
     steps: 10                        # timed, after `warmup` more
     warmup: 3
-    limit_s: 600                     # seconds one process may take
+    limit_s: 600                     # time limit per process, seconds
     all_but_one: true                # then the last rung without each of its techniques
     case: "{size}-full-{seq}"        # name of the load; a rung may have its own
     longest: {from: 8192, to: 1048576, factor: 1.1}  # each rung searches for the longest row that trains
     quality: {seeds: 3, score: number, samples: 200}  # each rung is trained to its end (quality.py)
     proof: {steps: 5, documents: 4}  # the same documents in every rung
     base:
-      keep: false                    # true: begin with the techniques of CONFIG
+      keep: false                    # true: start with CONFIG's techniques
       without: []                    # ... except these
       set: {batch.seq: 2048}         # any keys of CONFIG
       with: {}
@@ -68,15 +68,15 @@ from optrush.files import read_text
 from optrush.technique import Part, Technique, instantiate
 from optrush.techniques import ALL
 
-OWN = "config"  # the ladder made of CONFIG's own techniques
+OWN = "config"  # the ladder of CONFIG's own techniques
 SIZED = "micro-batch"  # its rung with the micro-batch that was decided
 FOLDER = Path(__file__).parent / "ladders"
 WITHOUT = "without "
 LOAD_KEYS = ("batch.seq", "batch.tokens", "batch.micro_tokens")
 # Where whole runs are compared a rung may change these, too, with `optim.*` and the keys of the objective.
 QUALITY_KEYS = ("train.epochs", "data.too_long", "data.split_turns")
-# What a rung may change. With other changes two rungs would not learn the same, and no proof would be possible.
-# A rung of another shape is compared with the first rung of its own shape only.
+# Keys that a rung may change. Other changes would change the training, so that no proof would be possible.
+# A rung of another shape is compared only with the first rung of its shape.
 RUNG_KEYS = (*LOAD_KEYS, "model.implementation", "model.dtype", "model.shape")
 OPTIM_KEYS = tuple(f"optim.{name}" for name in Optim.model_fields)
 LOSS_KEYS = tuple(f"{section}.{name}" for section, kind in SECTIONS.items() for name in kind.model_fields)
@@ -116,7 +116,7 @@ class LadderEntry(StrictModel):
     name: Annotated[str, Field(min_length=1, max_length=60), AfterValidator(_printable)]
     from_: str | None = Field(default=None, alias="from")
     with_: dict[str, Options | None] = Field(default_factory=dict, alias="with")
-    without: list[str] = Field(default_factory=list)  # of those so far; where `keep` kept some, they may be absent
+    without: list[str] = Field(default_factory=list)  # of the techniques so far; with `keep` they may be absent
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
     ranks: Annotated[int, Field(ge=1)] | None = None
     env: dict[Annotated[str, AfterValidator(_nccl)], str] = Field(default_factory=dict)
@@ -136,7 +136,7 @@ class Base(StrictModel):
 class Proof(StrictModel):
     """How rungs are proved to learn the same: training steps on the first documents of the baseline."""
 
-    steps: Annotated[int, Field(ge=2)] = 5  # one step alone would show no update
+    steps: Annotated[int, Field(ge=2)] = 5  # a single step would show no update
     documents: Annotated[int, Field(ge=1)] = 4
 
 
@@ -157,7 +157,7 @@ class Quality(StrictModel):
 
 
 class Ladder(StrictModel):
-    """A ladder as written. `name`, `where` and `lines` are its origin, for messages."""
+    """A parsed ladder file. `name`, `where` and `lines` are its origin, for messages."""
 
     title: str
     repeats: Annotated[int, Field(ge=1)] = 3
@@ -176,18 +176,18 @@ class Ladder(StrictModel):
     lines: dict[Keys, int] = Field(default_factory=dict, exclude=True)
 
     def at(self, *keys: str | int) -> str:
-        """Return the place of a value, for messages: file:line, or the file where the value is a default."""
+        """Return the place of a value, for messages: file:line, or the file for a default."""
         line = self.lines.get(keys)
         return self.where if line is None else f"{self.where}:{line}"
 
     @property
     def times(self) -> int:
-        """The processes of a rung: repeats, or seeds of whole runs."""
+        """Return the number of processes of a rung: repeats, or seeds of whole runs."""
         return self.repeats if self.quality is None else self.quality.seeds
 
     @cached_property
     def peers(self) -> dict[str, type[Peer]]:
-        """The other systems by name, searched for next to the ladder's file, too."""
+        """Return the other systems by name, including those next to the ladder's file."""
         return find_peers(Path(self.where).parent)
 
 
@@ -195,12 +195,12 @@ def parse_ladder(text: str, where: str, name: str) -> Ladder:
     """Parse YAML text as a ladder.
 
     Raises:
-        ConfigError: with `where`:line, what was found and the nearest name.
+        ConfigError: with `where`:line, the value found and the nearest name.
     """
     try:
         data, lines = parse_yaml(text, where)
     except ConfigError as error:
-        if error.asked == where:  # no mapping: the first keys of a training file are no help here
+        if error.asked == where:  # not a mapping: a training file's first keys would not help
             raise ConfigError(where, error.found, "start with `title:`, `rungs:`") from None
         raise
     for key in ("name", "where", "lines"):
@@ -218,7 +218,7 @@ def parse_ladder(text: str, where: str, name: str) -> Ladder:
 
 
 def _check_quality(ladder: Ladder) -> None:
-    """Raise ConfigError for what a ladder of whole runs does not have."""
+    """Raise ConfigError for keys that a ladder of whole runs does not have."""
     dos = {"repeats": "write `quality: {seeds: N}`", "steps": "set `train.steps` in CONFIG or under `base.set`"}
     for key in ("repeats", "steps", "warmup", "proof", "longest", "all_but_one"):
         if key in ladder.model_fields_set:
@@ -356,7 +356,7 @@ def resolve_rungs(
 ) -> list[Rung]:
     """Resolve the runs: first the entries in their order, then the last one without each of its techniques.
 
-    A rung begins from the one before it; in a ladder of whole runs from the first one.
+    A rung starts from the previous one; in a ladder of whole runs from the first.
 
     Raises:
         ConfigError: an unknown key, technique or system, or a value of the wrong type, with file and line.
@@ -371,7 +371,7 @@ def resolve_rungs(
         exports = ladder.quality.score is not None
         length = {"train.save_every": None, "train.stop_after": None, "train.export": exports, "tracker": None}
     elif not config.batch.micro_tokens:
-        length["batch.micro_tokens"] = config.batch.seq  # what every rung can have
+        length["batch.micro_tokens"] = config.batch.seq  # possible for every rung
     start = changed(config, {"with": given, "method": None, **length})
     start = _apply(ladder, start, ladder.base, ("base",), classes)
     if ladder.longest is not None:
@@ -407,7 +407,7 @@ def resolve_rungs(
 
 
 def changes_since(before: Rung, config: Config, ranks: int, env: Mapping[str, str], peer: Peer | None = None) -> str:
-    """Describe what a rung changes of another one: ranks, variables, techniques and sizes, or another system."""
+    """Describe a rung's changes to another one: ranks, variables, techniques and sizes, or another system."""
     texts = [] if ranks == before.ranks else [f"{before.ranks} -> {ranks} ranks"]
     texts += [f"{name}={value}" for name, value in env.items()]
     if (changed := differences(before.config, config)) != "nothing":
@@ -427,7 +427,7 @@ def _apply(
     techniques = dict(config.with_)
     for n, name in enumerate(part.without if isinstance(part, LadderEntry) else []):
         if name not in techniques:
-            if ladder.base.keep and any(c.name == name for c in classes):  # what is there depends on CONFIG
+            if ladder.base.keep and any(c.name == name for c in classes):  # the techniques depend on CONFIG
                 continue
             place = f"{ladder.at(*keys, 'without', n)}: `without: {name}`"
             raise ConfigError(place, f"so far there is {', '.join(techniques) or 'nothing'}", "remove it")
@@ -451,15 +451,15 @@ def _peer(ladder: Ladder, entry: LadderEntry, i: int) -> Peer | None:
 
 
 def at_length(config: Config, seq: int) -> Config:
-    """Return the configuration with one row of `seq` tokens a step."""
+    """Return the configuration with one row of `seq` tokens per step."""
     return changed(config, {"batch.seq": seq, "batch.tokens": seq, "batch.micro_tokens": seq})
 
 
-# --- what differs between two configurations
+# --- differences between two configurations
 
 
 def differences(before: Config, after: Config) -> str:
-    """Describe what differs: `+ amp`, `- bf16`, `compile: scope model -> blocks`, `batch.seq 2048 -> 4096`."""
+    """Describe the differences: `+ amp`, `- bf16`, `compile: scope model -> blocks`, `batch.seq 2048 -> 4096`."""
     old, new = before.with_, after.with_
     texts = [f"- {name}" for name in old if name not in new]
     for name, options in new.items():

@@ -1,6 +1,6 @@
 """Define the interface of another training system on a ladder, and find the packages that provide such systems. Pure.
 
-A rung with `peer:` is trained by another system on the same load as the rung it is compared with, in a process of its
+A rung with `peer:` is trained by another system on the same load as the rung it is compared with, in a separate
 own. The systems are not part of this package: a provider registers a tuple of Peer classes under the entry point
 `optrush.peers`; in a checkout, benchmarks/peers is used without being installed.
 """
@@ -45,16 +45,16 @@ class Peer(BaseModel):
         raise AssertionError("each system defines it")
 
     def needs(self, config: Config, device: Device) -> Iterator[Requirement]:
-        """Yield what must hold for the run; must not import the system."""
+        """Yield the requirements of a run; must not import the system."""
         raise AssertionError("each system defines it")
 
     def needs_ranks(self, config: Config, ranks: int) -> Iterator[Requirement]:
-        """Yield what must hold for so many processes, which find each other as those of torchrun do."""
+        """Yield the requirements for several processes, which connect like torchrun's."""
         asked, found = f"the system `{self.name}`", f"a rung of {ranks} ranks"
         yield Requirement(ranks == 1, f"{asked} trains on one GPU", found, "set `ranks: 1` in the rung")
 
     def check(self, config: Config, device: Device, ranks: int = 1) -> None:
-        """Raise NeedsError where the system cannot train the run on this machine."""
+        """Raise NeedsError if the system cannot train the run on this machine."""
         for need in (*self.needs(config, device), *self.needs_ranks(config, ranks)):
             if not need.met:
                 raise NeedsError(need.asked, need.found, need.do)
@@ -112,7 +112,7 @@ def worker_path(peer: Peer) -> str:
 
 
 def training_facts(count: int, weights: Iterable[Any], states: Iterable[Any]) -> dict[str, str]:
-    """Return what two systems must have in common, as text; and under UNCOMPARED the dtypes of very few values.
+    """Return the facts that two systems must share, as text; and under UNCOMPARED the dtypes of very few values.
 
     Args:
         count: number of trained values.

@@ -1,13 +1,13 @@
-"""Compare what rungs learn: train each to its end with several seeds, and compare the held-out losses.
+"""Compare the training results of rungs: train each to its end with several seeds, and compare held-out losses.
 
 In the parent: `check_quality`, then a process for each rung and seed (runner.py) -> QualityState -> QualityRecords.
 In the process, `python -m optrush.benchmark.quality IN OUT`: `train_run` trains as `optrush train` does; `score_run`,
-in a process of its own, generates answers with the model that was trained.
+in a separate process, generates answers with the trained model.
 
-How two rungs are compared: runs of one seed have the same order of rows and the same held-out rows, so what a seed adds
-to all rungs (the mean over rungs) is taken out first. The variance that is left is pooled over the rungs: three seeds
-alone would hardly determine it. A rung with more than `UNSTEADY` times the median variance keeps its own, and does not
-widen that of the others. The spread of a difference of two means is its standard error, sqrt((variance of one +
+Comparing two rungs: runs of one seed have the same order of rows and the same held-out rows, so a seed's effect
+on all rungs (the mean over rungs) is subtracted first. The remaining variance is pooled over the rungs: three seeds
+would hardly determine it. A rung with more than `UNSTEADY` times the median variance keeps its own, and does not
+widen the others'. The spread of a difference of two means is its standard error, sqrt((variance of one +
 variance of the other) / seeds); the margin is the spread times Student's t at 95 %. A difference within the margin is
 `equal`. Source: randomized blocks, Fisher, The Design of Experiments, 1935.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 UNSTEADY = 10.0  # times the median variance of the rungs
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # of 1 to 10 degrees of freedom
-BATCHES = (64, 8, 1)  # prompts at once; the next where memory runs out
+BATCHES = (64, 8, 1)  # prompts at once; the next if memory runs out
 
 # --- the statistics
 
@@ -60,7 +60,7 @@ def variances(values: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, i
     table = np.array(list(values.values()), dtype=float)
     distances, freedom = table - table.mean(1, keepdims=True), table.shape[1] - 1
     own, steady = np.zeros(0), np.ones(len(table), dtype=bool)
-    for _ in range(2):  # what a seed adds is the mean over the steady rungs, which are known after the first time
+    for _ in range(2):  # a seed's effect is the mean over the steady rungs, known after the first pass
         own = ((distances - distances[steady].mean(0)) ** 2).sum(1) / freedom
         steady = own <= UNSTEADY * np.median(own) if steady.all() else steady
     others = int(steady.sum()) - 1
@@ -91,7 +91,7 @@ def judge_quality(difference: float, margin: float | None) -> QualityVerdict:
 
 
 def check_quality(config: Config, quality: Quality) -> None:
-    """Raise UserError where nothing is held out, or the held-out rows cannot be scored."""
+    """Raise UserError if nothing is held out, or the held-out rows cannot be scored."""
     if config.data.eval is None:
         found = "no `data.eval`: rungs are compared by held-out loss"
         raise ConfigError("a ladder with `quality`", found, "add data.eval: FILE, or --set data.eval=0.05")
@@ -103,7 +103,7 @@ def held_out_prompts(config: Config, samples: int) -> list[Prompt]:
     """Return the first held-out chats, each with the number of its reference answer.
 
     Raises:
-        UserError: the held-out rows are no file's, or a reference answer has no number.
+        UserError: the held-out rows are not from a file, or a reference answer has no number.
     """
     from optrush.data import readers, schema
     from optrush.data.tokenize import cache_root
@@ -137,7 +137,7 @@ def answer_quality_request() -> None:
 
 
 class _Clock:
-    """Notes when the held-out loss before step 1 is known."""
+    """Records the time of the held-out loss before step 1."""
 
     def __init__(self, began: float) -> None:
         self.began, self.start_s = began, 0.0
@@ -175,7 +175,7 @@ def train_run(config: Config, began: float) -> dict[str, Any]:
 
 
 def score_run(config: Config, samples: int) -> dict[str, Any]:
-    """Return the percentage of right greedy answers of a trained run; they are written to its answers.jsonl."""
+    """Return the percentage of correct greedy answers of a trained run; writes them to its answers.jsonl."""
     from optrush.generation import find_model, generate_answers
 
     prompts, source = held_out_prompts(config, samples), find_model(config.output)
@@ -202,7 +202,7 @@ class QualityState(BenchState):
     """The state of a bench of whole runs: a repeat is a seed."""
 
     def error(self, rung: Rung) -> str | None:
-        """Return why the rung has no figures; it may also have been evaluated on other tokens than the first one."""
+        """Return why the rung has no figures, such as an evaluation on other tokens than the first one."""
         results = self.results.get(rung.name, [])
         if (failed := super().error(rung)) or not results:
             return failed
@@ -230,7 +230,7 @@ class QualityState(BenchState):
             other = next(r for r in self.rungs if r.name == since)
             common["changes"] = changes_since(other, rung.config, rung.ranks, rung.env)
         values = {key: [r[key] for r in own] for key in ("held_out", "evals", "eval_targets")}
-        alone = [r for r in own if not r.get("beside")] or own  # others shared their GPU
+        alone = [r for r in own if not r.get("beside")] or own  # the others shared their GPU
         medians = {key: statistics.median(r[key] for r in alone) for key in ("start_s", "seconds")}
         figures: dict[str, Any] = {
             **values, **medians, "seeds": [rung.config.seed + n for n in range(len(own))],

@@ -27,7 +27,7 @@ from optrush.launch import die_with_parent, launched
 from optrush.technique import library, package_digest
 
 RECORDS, RUNGS = "records.jsonl", "rungs"
-COMMAND_TIMEOUT_S = 10.0  # for git and nvidia-smi: a slow disk or driver must not hold up a bench
+COMMAND_TIMEOUT_S = 10.0  # for git and nvidia-smi: a slow disk or driver must not delay a bench
 Verdict = Literal["baseline", "faster", "slower", "smaller", "longer", "shorter", "noise", "red"]
 QualityVerdict = Literal["first", "better", "equal", "worse", "one seed", "failed"]
 Keep = Callable[[dict[str, Any]], None]
@@ -36,18 +36,18 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Record:
-    """Figures of a rung over all its repeats; none where `error` is set."""
+    """Figures of a rung over all its repeats; none if `error` is set."""
 
     ladder: str
     rung: str
     case: str  # name of the load: "1b-full-2048"; without a name "llama-3.2-1b, random tokens"
     mode: Literal["cumulative", "without"]  # "without": all of the last rung's techniques but one
     since: str | None  # the rung this one is compared with; None for the first
-    changes: str  # what differs from `since`, as text
+    changes: str  # differences from `since`, as text
     device: str
     ranks: int
     seq: int  # T
-    micro_tokens: int  # slots of a micro-batch
+    micro_tokens: int  # slots per micro-batch
     verdict: Verdict
     red: list[str]  # reasons; empty if there are none
     config: dict[str, Any]  # the resolved run
@@ -70,11 +70,11 @@ class Record:
     mfu: float | None = None
     targets_per_s: float | None = None  # target tokens, median over the repeats
     fill: float | None = None  # real tokens / slots computed, over the timed steps
-    data_wait: float | None = None  # share of a step that waited for data, median over the repeats
+    data_wait: float | None = None  # fraction of a step spent waiting for data, median over the repeats
     losses: list[float | None] = field(default_factory=list)  # of the proof's steps; None: not finite
     grad_norms: list[float | None] = field(default_factory=list)
     proof: dict[str, Any] | None = None  # against, numerics, of, tolerance, worst, ok, cosine
-    seen: dict[str, str] = field(default_factory=dict)  # what was trained: parameters, dtypes of weights and states
+    seen: dict[str, str] = field(default_factory=dict)  # facts: parameters, dtypes of weights and states
     host_peak_bytes: int | None = None  # resident set of the process, the most over the repeats
     longest_seq: int | None = None  # the longest row that trained; the figures are of it
     tries: list[dict[str, Any]] = field(default_factory=list)  # seq, error, peak_bytes, host_peak_bytes, seconds
@@ -93,7 +93,7 @@ class Record:
 
 @dataclass(frozen=True)
 class QualityRecord:
-    """Figures of a rung whose whole runs are compared, in lists one a seed; none where `error` is set."""
+    """Figures of a rung of whole runs, in lists with an entry per seed; none if `error` is set."""
 
     ladder: str
     rung: str
@@ -144,7 +144,7 @@ def is_quality(folder: Path) -> bool:
 
 
 def read_quality(folder: Path) -> list[QualityRecord]:
-    """Read the records of whole runs, as `read_records` reads others."""
+    """Read the records of whole runs; see `read_records`."""
     return _read(folder, lambda line: QualityRecord(**json.loads(line)))
 
 
@@ -152,7 +152,7 @@ def read_records(folder: Path) -> list[Record]:
     """Read the records of a bench folder, in the ladder's order.
 
     Raises:
-        DataError: there is no records.jsonl, or a line is no record.
+        DataError: there is no records.jsonl, or a line is not a record.
     """
     return _read(folder, Record.from_json)
 
@@ -176,7 +176,7 @@ def write_records(folder: Path, records: Iterable[Record | QualityRecord]) -> No
 
 
 def answer_request(measure: Callable[[dict[str, Any], Keep], dict[str, Any]]) -> None:
-    """Run the process of one rung, `... REQUEST.json RESULT.json`, and exit with 0 where the result has figures.
+    """Run the process of one rung, `... REQUEST.json RESULT.json`, and exit with 0 if the result has figures.
 
     Args:
         measure: (request, keep) -> result; `keep` stores a result early, for a process that may be killed later.
@@ -207,7 +207,7 @@ def answer_request(measure: Callable[[dict[str, Any], Keep], dict[str, Any]]) ->
 
 
 def describe_error(error: Exception) -> str:
-    """Return an unexpected error in one line, with the place where it was raised."""
+    """Return an unexpected error in one line, with its source location."""
     text = next(iter(str(error).splitlines()), "")
     if exhausted(error):
         return f"out of memory: {text or type(error).__name__}"
@@ -236,7 +236,7 @@ def machine() -> dict[str, str]:
 
 
 def source() -> dict[str, Any]:
-    """Return a digest of the running package's files, and the commit where the package is in a git checkout."""
+    """Return a digest of the running package's files, and the commit in a git checkout."""
     facts: dict[str, Any] = {"commit": None, "clean": None, "digest": package_digest()}
     git = ("git", "-C", str(Path(optrush.__file__).parent))
     if _output_of(*git, "ls-files", "--error-unmatch", "__init__.py") is not None:
@@ -247,7 +247,7 @@ def source() -> dict[str, Any]:
 
 
 def _output_of(*command: str) -> str | None:
-    """Return a command's output, or None where it is missing, fails or takes too long."""
+    """Return a command's output, or None if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

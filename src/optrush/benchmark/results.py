@@ -1,8 +1,8 @@
 """Turn the results of a ladder's processes into records: each rung's figures, proof and verdict. Pure.
 
-Results of a rung (a dict a repeat, as worker.py writes it) -> Figures -> proof -> verdict -> Record.
+Results of a rung (a dict per repeat, as written by worker.py) -> Figures -> proof -> verdict -> Record.
 
-A rung is red where it is fast and wrong, slower than allowed, without the effect that was predicted, or failed. Each
+A rung is red if it is fast and wrong, slower than allowed, without the predicted effect, or failed. Each
 reason is given with the figures that it rests on.
 """
 
@@ -64,7 +64,7 @@ Series = Mapping[str, Sequence[float | None]]  # "losses" and "gradient norms" o
 
 @dataclass(frozen=True)
 class Figures:
-    """What the repeats of one rung measured, and what was predicted (None: no prediction)."""
+    """The measurements of one rung's repeats, and the prediction (None: no prediction)."""
 
     speeds: list[list[float]]  # tokens/s of every timed step, a list a repeat
     peak_bytes: int
@@ -119,11 +119,11 @@ def _predicted_ratio(after: Figures, before: Figures) -> float | None:
     return None if a is None or b is None else a / b
 
 
-# --- the proof: does a rung learn what the baseline learns
+# --- the proof: does a rung learn like the baseline
 
 
 def weakest(before: Config, after: Config, classes: Sequence[type[Technique]]) -> Numerics:
-    """Return the weakest guarantee of the techniques in which two runs differ; across decoders, the same maths."""
+    """Return the weakest guarantee of the techniques that differ between two runs; across decoders, the same maths."""
     differing = {
         n: o for config in (before, after) for n, o in config.with_.items() if before.with_.get(n) != after.with_.get(n)
     }
@@ -134,7 +134,7 @@ def weakest(before: Config, after: Config, classes: Sequence[type[Technique]]) -
 
 
 def tolerances(before: Config, after: Config, classes: Sequence[type[Technique]]) -> dict[str, float]:
-    """Return tolerances by series: float32's where both runs have the same maths in float32, else wider ones."""
+    """Return tolerances by series: float32's if both runs have the same maths in float32, else wider ones."""
     if weakest(before, after, classes) is Numerics.DIFFERENT_MATHS:
         return DIFFERENT
     claims = [[t.claims for t in instantiate(classes, config.with_)] for config in (before, after)]
@@ -160,7 +160,7 @@ def compare_series(
 
     Args:
         allowed: tolerance by series.
-        cosine: of the angle between the first gradients, if it is known; not limited for different maths.
+        cosine: of the angle between the first gradients, if known; not limited for different maths.
 
     Returns:
         {"of": series, "tolerance", "worst" (None: not finite), "ok"}.
@@ -187,7 +187,7 @@ def compare_series(
 def cosine(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> float | None:
     """Return the cosine of the angle between two gradients, from their sketches (worker.sketch).
 
-    None where one is unknown, of other tensors, not finite, or zero.
+    None if one is unknown, of other tensors, not finite, or zero.
     """
     if a is None or b is None or a["of"] != b["of"]:
         return None
@@ -198,13 +198,13 @@ def cosine(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> float | 
 
 
 def _fall(losses: Sequence[float | None]) -> float:
-    """Return by how much the loss falls, relative to the first; 0 where it does not."""
+    """Return the fall of the loss relative to the first; 0 if it does not fall."""
     first, last = losses[0], losses[-1]
     return 0.0 if not first or last is None or not math.isfinite(last) else max(0.0, (first - last) / abs(first))
 
 
 def _progress(losses: Sequence[float | None], baseline: Sequence[float | None]) -> float:
-    """Return the fall of the loss as a share of the baseline's fall; 1 where that does not fall."""
+    """Return the fall of the loss as a fraction of the baseline's; 1 if that does not fall."""
     ends = (losses[0], losses[-1], baseline[0], baseline[-1])
     first, last, first_expected, last_expected = (math.nan if v is None else v for v in ends)
     expected = first_expected - last_expected
@@ -251,7 +251,7 @@ def dead(losses: Sequence[float | None], norms: Sequence[float | None]) -> str |
 
 
 def wrong(proof: Mapping[str, Any] | None, losses: Sequence[float | None]) -> str | None:
-    """Return the reason if the rung does not learn what the baseline learns."""
+    """Return the reason if the rung does not learn like the baseline."""
     if any(v is None for v in losses):
         return "wrong: a loss is not finite"
     if proof is None or proof["ok"]:
@@ -273,7 +273,7 @@ def slow(after: Figures, before: Figures, alone: bool) -> str | None:
     """Return the reason if the rung is slower than predicted, or too slow to be accepted without a prediction.
 
     Args:
-        alone: a technique was taken away: without a prediction, any slowdown is allowed.
+        alone: a technique was removed: without a prediction, any slowdown is allowed.
     """
     if not faster(before, after):
         return None
@@ -314,12 +314,12 @@ def unlike(theirs: Mapping[str, Any], ours: Mapping[str, Any], alike: bool) -> I
 
     Args:
         theirs, ours: a result of each.
-        alike: both begin from the same weights.
+        alike: both start from the same weights.
     """
     for name, value in ours.get("seen", {}).items():
         if name != UNCOMPARED and (other := theirs["seen"].get(name)) != value:
             yield f"not the same work: {name} {other or 'unknown'}, ours {value}"
-    full = theirs["fill"] == ours.get("fill") == 1  # otherwise the same documents are in other steps
+    full = theirs["fill"] == ours.get("fill") == 1  # else the same documents are in other steps
     first, expected = (r["losses"][0] if r.get("losses") else None for r in (theirs, ours))
     if not alike or not full or first is None or expected is None:
         return
@@ -336,13 +336,13 @@ def unlike(theirs: Mapping[str, Any], ours: Mapping[str, Any], alike: bool) -> I
 def judge(
     after: Figures, before: Figures | None, first_red: str | None, *, only_load: bool, alone: bool
 ) -> tuple[Verdict, list[str]]:
-    """Return the verdict of a rung that has figures, and the reasons where it is red.
+    """Return the verdict of a rung with figures, and the reasons if it is red.
 
     Args:
         before: of the rung it is compared with; None for the first.
-        first_red: a reason that is known already.
-        only_load: the two differ in T or sizes of batches only, of which no speed can be required.
-        alone: a technique was taken away.
+        first_red: a known reason.
+        only_load: the two differ only in T or batch sizes: no speed is required.
+        alone: a technique was removed.
     """
     red = [first_red] if first_red else []
     if before is not None and not only_load:
@@ -411,7 +411,7 @@ class BenchState:
 
     @property
     def again(self) -> str:
-        """How a bench that was stopped goes on."""
+        """Return how to continue a stopped bench."""
         return f"continue with: --resume (--out {self.out})"
 
     def required(self, rung: Rung) -> bool:
@@ -419,7 +419,7 @@ class BenchState:
         return rung is self.rungs[0]
 
     def missing(self) -> list[tuple[int, Rung]]:
-        """Return (repeat, rung) of the processes that are still to run, the next first; none of a rung that failed.
+        """Return (repeat, rung) of the pending processes, the next first; none of a failed rung.
 
         Repeats are interleaved, so that a warm device or a busy host affects all rungs alike.
         """
@@ -432,7 +432,7 @@ class BenchState:
         return self.refused.get(rung.name) or self.absent.get(rung.name) or next(failed, None)
 
     def counted(self, rung: Rung) -> list[dict[str, Any]]:
-        """Return the repeats that count: all, or of a search for the longest row those with the shortest result."""
+        """Return the repeats that count: all, or in a search for the longest row those with the shortest result."""
         results = self.results.get(rung.name, [])
         seqs = [r["longest_seq"] for r in results if "longest_seq" in r]
         return [r for r in results if r.get("longest_seq") == min(seqs)] if seqs else results
@@ -451,7 +451,7 @@ class BenchState:
         return self.predicted[key]
 
     def figures(self, rung: Rung) -> Figures | None:
-        """Return what all repeats measured together, if the rung has figures."""
+        """Return the combined measurements of all repeats, if the rung has figures."""
         if self.error(rung) or not self.results.get(rung.name):
             return None
         results, plan = self.counted(rung), self.plan(rung)
@@ -489,7 +489,7 @@ class BenchState:
         return [_record(self, r) for r in self.rungs if r.name in self.results or r.name in self.refused]
 
     def all_records(self) -> Sequence[Record | QualityRecord]:
-        """Return what records.jsonl gets."""
+        """Return the records for records.jsonl."""
         return self.records()
 
 
@@ -520,9 +520,9 @@ def _record(state: BenchState, rung: Rung) -> Record:
 
 
 def shared_facts(state: BenchState, rung: Rung) -> dict[str, Any]:
-    """Return what every kind of record has: what was measured, where, with which code and when."""
+    """Return the common fields of all records: rung, machine, code and time."""
     first, config = (state.results.get(rung.name) or [{}])[0], state.config(rung)
-    # A rung that never ran has the device of the others.
+    # A rung that never ran has the others' device.
     results = [r for name in (rung.name, *state.results) for r in state.results.get(name, [])]
     return {
         "ladder": state.ladder.name, "rung": rung.name, "case": rung.case, "changes": rung.changes,
@@ -535,7 +535,7 @@ def shared_facts(state: BenchState, rung: Rung) -> dict[str, Any]:
 
 
 def _measured(state: BenchState, rung: Rung) -> dict[str, Any]:
-    """Return the figures of a record; an empty dict where there are none."""
+    """Return the figures of a record, or an empty dict."""
     figures = state.figures(rung)
     if figures is None:
         return {}
@@ -606,7 +606,7 @@ def _series(proof: Mapping[str, Any]) -> dict[str, list[float | None]]:
 
 
 def _unsound(state: BenchState, rung: Rung) -> Iterator[str | None]:
-    """Yield what is wrong with a rung by itself, in any repeat."""
+    """Yield a rung's own errors, in any repeat."""
     allowed = tolerances(rung.config, rung.config, ALL)
     reference = state.proved(rung)[:1]
     different = [r for r in reference if tolerances(r.config, rung.config, ALL) is DIFFERENT]
@@ -619,7 +619,7 @@ def _unsound(state: BenchState, rung: Rung) -> Iterator[str | None]:
 
 
 def _turned(state: BenchState, rung: Rung) -> Iterator[str]:
-    """Yield where a gradient differs from that of the first rung with the same maths.
+    """Yield an error if a gradient differs from the first rung's with the same maths.
 
     Maths that differs from the baseline's may turn a gradient; by how much is random and may change with other kernels,
     so at least twice as much is allowed.

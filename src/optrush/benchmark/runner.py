@@ -3,7 +3,7 @@
 resolve and check all rungs -> a process a rung and repeat (A B C A B C) -> rungs/NAME.json, its result ->
 records.jsonl, rewritten from those after each process -> report.html.
 
-The state of a bench is in rungs/ alone: with `resume` it is read back, and what is missing is measured.
+Only rungs/ has the state of a bench: `resume` reads it and measures the missing results.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from optrush.planner import calibration
 
 STOPPED = 143  # the exit code of a bench that a signal stopped
 COMMAND = [sys.executable, "-m", "optrush.benchmark.worker"]
-QUIET = {"KINETO_LOG_LEVEL": "6"}  # otherwise the profiler's log would be reported as the error of a dead process
+QUIET = {"KINETO_LOG_LEVEL": "6"}  # else the profiler's log would appear as the error of a dead process
 TAIL = 5  # lines of standard error in the report of a process without a result
 LOCK = ".lock"
-LATE = "still running"  # the beginning of the error of a process that was stopped at its limit
+LATE = "still running"  # prefix of the error of a process stopped at its limit
 FIRST, SLOWER = 10, 6  # limits: of the first process in a ladder's limits, of others in what the slowest before took
 RUNS = "runs"  # folder of whole runs, a folder a rung and seed
-TRIES = "tries"  # folder of the results of a search for the longest row, a file a length
+TRIES = "tries"  # folder with results of a search for the longest row, one file per length
 FULL = 0.995  # a share of real tokens in the slots from which on the table does not show it
 
 
@@ -111,7 +111,7 @@ class PlannedRung(NamedTuple):
 
 
 def print_table(found: Sequence[Record | QualityRecord]) -> None:
-    """Print each rung's figures, the ratio to the rung it is compared with, and the reasons where it is red."""
+    """Print each rung's figures, the ratio to its reference rung, and the reasons if it is red."""
     records = [r for r in found if isinstance(r, Record)]
     if whole := [r for r in found if isinstance(r, QualityRecord)]:
         return print_quality(whole)
@@ -215,7 +215,7 @@ def plan_rungs(
 
 
 def run_rungs(state: BenchState, board: ProgressBoard, *, resume: bool) -> list[Record | QualityRecord]:
-    """Measure the rungs of a bench as `run_ladder` does."""
+    """Measure the rungs of a bench; see `run_ladder`."""
     out = state.out
     _check_folder(state, resume)
     _refuse(state, board)
@@ -276,7 +276,7 @@ def stop_on_signals() -> Iterator[None]:
 
 
 def _check_folder(state: BenchState, resume: bool) -> None:
-    """Raise ConfigError where the folder cannot be used; writes nothing."""
+    """Raise ConfigError if the folder cannot be used; writes nothing."""
     out, asked = state.out, state.asked
     if out.exists() and not out.is_dir():
         raise ConfigError(asked, "it is a file", "use another folder")
@@ -292,13 +292,13 @@ def _refuse(state: BenchState, board: ProgressBoard) -> None:
     """Check every rung before anything is built; a baseline that is refused ends the bench.
 
     A rung whose requirements are not met gets a record with the reason. In a ladder, a rung of more ranks than there
-    are GPUs, or without a technique that cannot be taken away alone, is left out and the reason is logged.
+    are GPUs, or without a technique that cannot be removed separately, is skipped and the reason is logged.
     """
     rungs = []
     for rung in state.rungs:
         try:
             _refuse_ranks(rung)
-            resolved = decide(rung.config, ranks=1 if rung.peer else rung.ranks)  # another system shares by itself
+            resolved = decide(rung.config, ranks=1 if rung.peer else rung.ranks)  # another system shards by itself
             if rung.peer is not None:
                 rung.peer.check(rung.config, resolved.env.device, rung.ranks)
         except UserError as error:
@@ -323,7 +323,7 @@ class _TooFew(NeedsError):
 
 
 def _refuse_ranks(rung: Rung) -> None:
-    """Raise _TooFew where the machine has fewer GPUs than the rung has ranks; processors are shared."""
+    """Raise _TooFew if the machine has fewer GPUs than the rung has ranks; CPUs are shared."""
     devices = hardware.probe()
     if rung.ranks > len(devices) and devices and devices[0].kind == "cuda":
         found = f"this machine has {len(devices)} GPU{'s' * (len(devices) > 1)}"
@@ -331,7 +331,7 @@ def _refuse_ranks(rung: Rung) -> None:
 
 
 def _device_of(rung: Rung) -> hardware.Device:
-    """Return this machine's device, with the link to which the rung's variables turn NCCL."""
+    """Return this machine's device, with the link selected by the rung's NCCL variables."""
     device, _ = hardware.parse_hardware("auto")
     if device.kind != "cuda":
         return hardware.share_of_cpu(rung.ranks)
@@ -339,7 +339,7 @@ def _device_of(rung: Rung) -> hardware.Device:
 
 
 def predict_rung(rung: Rung, config: Config) -> dict[str, Any]:
-    """Return the plan's prediction; nulls where there is none, and for another system."""
+    """Return the plan's prediction; nulls without one, and for another system."""
     from optrush.planner.search import predict
 
     with suppress(UserError):
@@ -378,7 +378,7 @@ def _read_back(state: BenchState) -> None:
         if request != _request(state, rung, repeat):
             raise ConfigError(asked, f"`{rung.name}` had another configuration", do)
         results = state.results.setdefault(rung.name, [])
-        if len(results) == repeat:  # what follows a gap is measured again
+        if len(results) == repeat:  # results after a gap are measured again
             results.append(result)
 
 
@@ -390,7 +390,7 @@ def _measure(state: BenchState, board: ProgressBoard) -> None:
         for rung, result in _results(state, repeat, [rung for n, rung in left if n == repeat], board):
             result["date"] = datetime.datetime.now().astimezone().isoformat("T", "seconds")
             if "refused" in result and state.required(rung) and not state.results:
-                raise ConfigError(*result["refused"])  # every other rung would be refused, too
+                raise ConfigError(*result["refused"])  # every other rung would be rejected, too
             request = _request(state, rung, repeat)
             saved = {"rung": rung.name, "digest": state.source["digest"], "request": request, "result": result}
             write_whole(state.out / RUNGS / _file(state, rung, repeat), json.dumps(saved, indent=1))
@@ -491,7 +491,7 @@ def _result(
 def _whole_run(
     state: BenchState, rung: Rung, request: dict[str, Any], folder: Path, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the result of a run to its end in a folder, which keeps neither checkpoints nor model, and its score."""
+    """Run to the end in a folder without keeping checkpoints or model; return the result and score."""
     shutil.rmtree(folder, ignore_errors=True)
     run = dump_config(changed(parse_config(request["run"], "run", own=True), {"output": str(folder)}))
     ask = {"run": run, "ranks": rung.ranks, "env": {**environment, **rung.env}}
@@ -521,7 +521,7 @@ def _attempt(state: BenchState, rung: Rung, request: dict[str, Any], seq: int) -
 
 
 def time_limit(state: BenchState) -> float:
-    """Return the seconds that a process may take: as given, else more where the machine was slow so far.
+    """Return the time limit of a process in seconds: as given, else more if the machine was slow so far.
 
     The first process has ten times the ladder's limit, the others at least six times what the slowest so far took, so
     that a busy machine makes a bench long and not red.
@@ -543,7 +543,7 @@ def _file(state: BenchState, rung: Rung, repeat: int) -> str:
 def run_worker(
     request: Mapping[str, Any], limit_s: float, peer: Peer | None = None, module: str | None = None
 ) -> dict[str, Any]:
-    """Return the result of a rung's fresh processes: its figures, or `error`, however the processes ended.
+    """Return the result of a rung's fresh processes: figures, or `error`.
 
     Args:
         request: with `ranks`, as many processes; rank 0 writes the figures, another rank only why it failed.
@@ -620,7 +620,7 @@ def cause_of_death(code: int, stderr: str) -> str:
     return text + (f": {last}" if last else "")
 
 
-# --- the longest row that trains: lengths are tried one by one, each in a fresh process with one row a step
+# --- the longest row that trains: lengths are tried one by one, each in a fresh process with one row per step
 #
 # The rung is first measured and proved at the shortest length, as any rung is. Further lengths are tried without a
 # proof, which would take longer than the training: first the plan's prediction, then in growing steps around it, or
@@ -638,7 +638,7 @@ def search_longest(
     """Return the result of the longest row that trained, with the proof of the shortest, and all tries.
 
     Args:
-        guess: the length to begin with; None: no prediction.
+        guess: the first length; None: no prediction.
         first: the result at `span.from_`, with its proof.
         attempt: runs one process at a length.
     """

@@ -6,7 +6,7 @@ batches waste steps, much larger ones waste tokens. Source: McCandlish, Kaplan, 
 https://arxiv.org/abs/1812.06162, appendix A.1.
 
 `lr`: a race of rates on the same data with the same schedule. After a sixteenth, an eighth and three quarters of its
-steps the half with the larger held-out loss leaves, so that the race of eight takes a quarter of the steps of a grid.
+steps the half with the larger held-out loss is dropped, so that a race of eight takes a quarter of a grid's steps.
 Source: successive halving, Jamieson and Talwalkar, 2016, https://arxiv.org/abs/1502.07943. Differs from the source: the
 stops. The last two go on for long, because a large rate is ahead before the schedule falls, and a little behind after.
 """
@@ -59,7 +59,7 @@ def answer_trial_request() -> None:
 
 
 def assemble(config: Config) -> tuple[Trainer, RunPlan]:
-    """Build the trainer of a run and rehearse its largest step."""
+    """Build the trainer of a run and run its largest step once."""
     resolved = decide(config)
     trainer = build(resolved)
     dpo_reference.fill_reference(trainer, resolved)
@@ -86,7 +86,7 @@ class States:
         return found + [(f"state/{kind}/{n}", s) for n, by_kind in states.items() for kind, s in by_kind.items()]
 
     def save(self, name: str) -> None:
-        """Store what the trainer has now."""
+        """Store the trainer's current state."""
         self.forget(name)
         write_tensors(self.folder / name, self._tensors())
         self.techniques[name] = {kind: copy.deepcopy(state.save()) for kind, state in self.trainer.state.items()}
@@ -203,7 +203,7 @@ def race(
 
 
 def rate_race(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: float, states: States) -> dict[str, Any]:
-    """Race rates over the whole run, or over as many steps as the time is enough for."""
+    """Race rates over the whole run, or as many steps as the time allows."""
     states.save("begin")
     steps = _race_steps(trainer, plan, rates, until, states)
     stops = [round(share * steps) for share in STOPS]
@@ -223,7 +223,7 @@ def rate_race(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: fl
 
 
 def _race_steps(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: float, states: States) -> int:
-    """Return the steps of a race: the whole run, or as many as the time is enough for, by two steps and a state.
+    """Return the steps of a race: the whole run, or as many as the time allows, estimated from two steps and a state.
 
     Raises:
         ConfigError: they are too few.

@@ -5,7 +5,7 @@ as it is, the settings -> `runner.run_rungs`, fresh processes and interleaved re
 that is proved, or the configuration as it is.
 
 A ladder has one rung a technique and measures all of them equally. Here rungs are whole settings: one that is wrong,
-runs out of memory or is slow is not measured again, and the time that is left goes to those near the fastest.
+runs out of memory or is slow is not measured again, and the remaining time goes to those near the fastest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _Given = tuple[str, str | None, int, Config]  # name, the rung it is compared wi
 
 
 class TuneState(BenchState):
-    """The rungs of a tuning, which share a budget of seconds; an earlier tuning's results count."""
+    """The rungs of a tuning with a shared budget of seconds, which includes an earlier tuning's results."""
 
     budget_s: float = 600.0
     leaves_out: ClassVar[bool] = False
@@ -62,14 +62,14 @@ class TuneState(BenchState):
         return "run the same command to continue"
 
     def required(self, rung: Rung) -> bool:
-        return False  # whatever cannot run here, another setting may
+        return False  # another setting may still run
 
     @property
     def spent_s(self) -> float:
         return sum(float(r.get("seconds", 0.0)) for results in self.results.values() for r in results)
 
     def missing(self) -> list[tuple[int, Rung]]:
-        """Return what is still worth measuring and within the budget; the first of the configuration always is."""
+        """Return the measurements still useful and within the budget; the configuration's first is always included."""
         left, spent, order = [], self.spent_s, super().missing()
         names = self._near() if any(n for n, _ in order) else set()
         for n, rung in order:
@@ -90,7 +90,7 @@ class TuneState(BenchState):
         return {name for name, v in speeds.items() if v >= NEAR * best} | untried | {AS_IT_IS}
 
     def expected_s(self, rung: Rung) -> float:
-        """Return the seconds that a process of a rung takes, by its own before, else by the plan."""
+        """Return the seconds of a rung's process, from its earlier ones, else from the plan."""
         took = [float(r["seconds"]) for r in self.results.get(rung.name, []) if "seconds" in r]
         if took:
             return took[-1]
@@ -102,7 +102,7 @@ class TuneState(BenchState):
 
 @dataclass(frozen=True)
 class Tried:
-    """A setting, what was planned and measured of it, and why it was taken or not."""
+    """A setting with its plan, measurement and outcome."""
 
     name: str
     changes: str  # to the configuration as it is
@@ -131,7 +131,7 @@ class Tuned:
 
     @property
     def pays_back_s(self) -> float | None:
-        """Seconds of training with the winner after which the tuning has saved what it took; None: never."""
+        """Return the seconds of training until the winner has saved the tuning's time; None: never."""
         return None if self.ratio is None or self.ratio <= 1 else self.spent_s / (self.ratio - 1)
 
     def sentence(self) -> str:
@@ -156,7 +156,7 @@ def tune_config(
     config: Config, out: Path, board: ProgressBoard, *, budget_s: float = 600.0, ranks: int = 1, dry: bool = False,
     command: str = "optrush.tune",
 ) -> Tuned:  # fmt: skip
-    """Measure the plan's best settings of a configuration and write the fastest one that is proved to `out`.
+    """Measure the plan's best settings of a configuration and write the fastest proved one to `out`.
 
     Args:
         budget_s: seconds of all processes together, those of a tuning that is continued included.
@@ -249,11 +249,11 @@ def _unfit(folder: Path, found: str) -> ConfigError:
     return ConfigError(f"the records in {folder}", found, "delete that folder, or use another --out")
 
 
-# --- what is measured
+# --- the measured settings
 
 
 def kept_techniques(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the techniques that decide what a run learns: of other maths, or what trains something else."""
+    """Return the techniques that change the training result: other maths, or other trained weights."""
     names = [t.name for t in instantiate(ALL, config.with_) if t.numerics is Numerics.DIFFERENT_MATHS]
     return {name: dict(config.with_[name]) for name in names}
 
@@ -261,7 +261,7 @@ def kept_techniques(config: Config) -> dict[str, dict[str, Any]]:
 def plan_rungs(config: Config, ranks: int = 1) -> tuple[list[Rung], tuple[str, ...]]:
     """Return the plain baseline, the configuration and the plan's best settings as rungs, and what is left out and why.
 
-    The search may change every technique but those that decide what is learnt, and the micro-batch.
+    The search may change the micro-batch and all techniques that keep the training result.
     """
     refuse_sampled(config, "`optrush tune`")
     kept = kept_techniques(config)
@@ -285,7 +285,7 @@ def plan_rungs(config: Config, ranks: int = 1) -> tuple[list[Rung], tuple[str, .
 
 
 def _setting(config: Config) -> tuple[Any, int | str]:
-    """Return what two settings may differ in: techniques and micro-batch."""
+    """Return the differences of two settings: techniques and micro-batch."""
     return config.with_, config.batch.micro_tokens or config.batch.seq
 
 
@@ -321,24 +321,24 @@ def _ladder(rungs: list[Rung]) -> Ladder:
     return Ladder(title=title, warmup=WARMUP, all_but_one=False, rungs=entries, name="tune", where="CONFIG")
 
 
-# --- what is chosen
+# --- the choice
 
 
 def wrong_or_failed(r: Record) -> str | None:
-    """Return why a rung may not be taken, whatever its speed: it failed, or does not learn the same."""
+    """Return why a rung is rejected at any speed: it failed, or does not learn the same."""
     if r.error:
         return one_line(r.error)
     return next((reason for reason in r.red if reason.startswith("wrong")), None)
 
 
 def _unproved(state: TuneState, rung: Rung) -> str | None:
-    """Return why a rung that ran is not proved; None: it is, or it is what the others are proved against."""
+    """Return why a finished rung is not proved; None: it is, or it is the reference."""
     note = state.proofs(rung)[0].get("note")
     return None if state.baseline(rung) is rung else note
 
 
 def _result(state: TuneState, given: Config, out: Path, notes: tuple[str, ...]) -> Tuned:
-    """Return what was chosen, with the outcome of each setting."""
+    """Return the choice, with the outcome of each setting."""
     records = {r.rung: r for r in state.records()}
     figures = {rung.name: state.figures(rung) for rung in state.rungs}
     own, usable, tried = figures[AS_IT_IS], dict[str, float](), []
@@ -423,7 +423,7 @@ def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_
         raise ConfigError("a folder for the records", found, "delete it, or use another --out")
     folder.mkdir(exist_ok=True)
     with runner.lock_folder(folder, f"the records in {folder}"):
-        shutil.rmtree(states, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(states, ignore_errors=True)  # left by a killed process
         say(f"measuring {what}: at most {duration(budget_s)} plus loading")
         try:
             result = _run_trial(request, kind, budget_s)
@@ -437,7 +437,7 @@ def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_
 
 
 def trial_request(given: Config, kind: Literal["batch", "lr"]) -> dict[str, Any]:
-    """Return what a process measures: a run on one rank without evaluations and checkpoints, and the rates."""
+    """Return the request of a process: a run on one rank without evaluations and checkpoints, and the rates."""
     alone = {t.name for t in instantiate(ALL, given.with_) if t.claims & set(ALONE)}
     quiet = {"eval_every": 1e9, "save_every": None, "stop_after": None, "log_every": 100}
     kept = {name: options for name, options in given.with_.items() if name not in alone}

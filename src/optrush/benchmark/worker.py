@@ -1,4 +1,4 @@
-"""Measure one rung, once, in a process of its own: `python -m optrush.benchmark.worker REQUEST.json RESULT.json`.
+"""Measure one rung once, in a separate process: `python -m optrush.benchmark.worker REQUEST.json RESULT.json`.
 
 resolve -> build -> copy the initial state to the host -> the proof: a few training steps on documents that are the same
 in every rung -> restore the initial state -> warm up and time, through the real training loop -> RESULT.json -> a few
@@ -50,13 +50,13 @@ from optrush.trainer.trainer import RunPlan, TrainedParam, Trainer, set_step, tr
 
 UNPROVED = "no proof: not requested at this length"
 ENDED = "the process ended under the profiler"
-PROFILED, PROFILED_S = 3, 1.0  # at most so many steps, and seconds of steps, are profiled, after another one
+PROFILED, PROFILED_S = 3, 1.0  # limits of profiled steps and seconds, after one more step
 SKETCH_WIDTH = 4093  # a prime: the values of one column of a matrix are added to many sums
 SKETCH_PIECE = 1024 * SKETCH_WIDTH  # values at a time
 
 
 def answer_bench_request() -> None:
-    """Answer one request; the exit code is 0 where the answer has figures."""
+    """Answer one request; the exit code is 0 if the answer has figures."""
 
     def answer(request: dict[str, Any], keep: Keep) -> dict[str, Any]:
         config, baseline = (parse_config(request[key], key, own=True) for key in ("run", "baseline"))
@@ -82,10 +82,10 @@ def measure(
 
     Args:
         config: the rung; its `train.steps` are the warm-up and the timed steps.
-        baseline: the rung whose documents the proof takes.
+        baseline: the rung with the proof's documents.
         proof_steps: 0: no proof.
         keep: stores the result before the profiler runs, under which a process may die.
-        rehearse: execute the run's largest step and an evaluation first, as a run does; evaluate no more.
+        rehearse: run the largest step and an evaluation first, like a run; then no evaluation.
 
     Raises:
         UserError: the rung cannot be built, or has no memory for its largest step.
@@ -161,7 +161,7 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "threads": str(torch.get_num_threads()), **cuda}
 
 
-# --- the training loop, as a run has it, without its files
+# --- the training loop of a run, without its files
 
 
 class MetricLines(Meter):
@@ -186,14 +186,14 @@ def loop(trainer: Trainer, plan: RunPlan) -> MetricLines:
 
 
 def _count_fill(steps: Iterator[list[Batch]], fills: list[float]) -> Iterator[list[Batch]]:
-    """Yield the same steps, and append of each the share of its slots that holds a token."""
+    """Yield the same steps, and append the fraction of filled slots of each."""
     for step in steps:
         fills.append(sum(b.n_tokens for b in step) / sum(b.tokens.numel() for b in step))
         yield step
 
 
 def _profile(trainer: Trainer, marks: RegionMarks, plan: RunPlan, step_s: float) -> dict[str, Any]:
-    """Return the seconds of a step by part, or why there are none; every other figure has been measured before."""
+    """Return the seconds of a step by part, or why there are none; runs after all other measurements."""
     steps = max(1, min(PROFILED, plan.total - 1, int(PROFILED_S / float(distributed.from_first(str(step_s))))))
     short = RunPlan(trainer, plan.length._replace(steps=1 + steps))
     try:
@@ -209,7 +209,7 @@ def _profile(trainer: Trainer, marks: RegionMarks, plan: RunPlan, step_s: float)
 
 
 class InitialState:
-    """The state of a trainer before the proof, on the host, so that timing begins with it."""
+    """The state of a trainer before the proof, on the host, so that timing starts from it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -234,7 +234,7 @@ class InitialState:
 
 
 def first_documents(trainer: Trainer, resolved: Decided, baseline: Config, count: int) -> list[tuple[int, Document]]:
-    """Return the baseline's first documents by sample index; read again only where the rung reads others."""
+    """Return the baseline's first documents by sample index; read again only if the rung reads others."""
     config, source = trainer.config, trainer.stream.source
     same = ("data", "objective", "batch", "seed")
     if not trainer.layout.uncut or any(getattr(config, name) != getattr(baseline, name) for name in same):
@@ -248,7 +248,7 @@ def first_documents(trainer: Trainer, resolved: Decided, baseline: Config, count
 def proof_window(
     trainer: Trainer, documents: Sequence[tuple[int, Document]], most: int
 ) -> tuple[list[Batch], str | None]:
-    """Return the proof's micro-batches; or none, and why these documents cannot prove anything of this rung."""
+    """Return the proof's micro-batches; or none, and why these documents cannot prove this rung."""
     if any(t.local.is_meta for t in trainer.trained):
         return [], "no proof: an engine keeps the weights and cannot restore them for timing"
     longest = int(DocumentList(documents, trainer.stream.source.parts).lengths().max())
@@ -320,7 +320,7 @@ class DocumentList:
 def proof_losses(trainer: Trainer, window: list[Batch], steps: int) -> dict[str, Any]:
     """Return losses and gradient norms of steps on one window at a constant rate, and the first gradient's sketch.
 
-    A skipped update has changed the loss scale at most: the step is taken again.
+    A skipped update only changed the loss scale: the step is repeated.
     """
     gradient: dict[str, str] | None = None
     losses: list[float | None] = []
@@ -374,7 +374,7 @@ def sketch(trainer: Trainer) -> dict[str, str]:
 
 
 def exported_gradients(trainer: Trainer, t: TrainedParam) -> Iterator[tuple[str, Tensor]]:
-    """Yield the gradient of a parameter in the names of an export, or as it is where an export has no such name."""
+    """Yield the gradient of a parameter under its exported names, or unchanged without one."""
     grad = t.whole_grad
     if grad is not None and t.name in trainer.weight_map.entries:
         yield from trainer.weight_map.split(t.name, grad)
@@ -386,7 +386,7 @@ def exported_gradients(trainer: Trainer, t: TrainedParam) -> Iterator[tuple[str,
 #
 # The loop's own steps run under torch's profiler, after every other measurement. Head and update are recognized by
 # place: marks in the device's queue show where they begin and end. Everything else is recognized by the name of the
-# kernel, on a CPU of the operator. A product with an epilogue (an activation, a sum) counts as a product; so do the
+# kernel, on a CPU of the operator. A matmul with an epilogue (an activation, a sum) counts as a product; so do the
 # products of attention that stores all scores, because their names are the same: then no time is attention's.
 
 # An operator on one number puts a mark into the queue, and into a CUDA graph during its capture; training uses none of
@@ -466,7 +466,7 @@ class RegionMarks:
 
 
 def steady(spans: Sequence[ProfiledSpan]) -> tuple[Sequence[ProfiledSpan], int]:
-    """Return what ran between the end of the first step and that of the last, and the number of steps between.
+    """Return the kernels between the ends of the first and the last step, and the number of steps.
 
     The first step is left out because the profiler starts in it: it has gaps of 15 to 27 ms, at any length of a step,
     which are likely the profiler's (docs/log: one H200).

@@ -1,8 +1,8 @@
 """Collate rows of documents into the batches that a model gets.
 
-Shapes: B rows of a micro-batch, T tokens a row, N documents a batch (docs/notation.md).
+Shapes: B rows of a micro-batch, T tokens per row, N documents per batch (docs/notation.md).
 A row has exactly T slots, so that compiled code gets one shape. Slots that no document fills are padding, and padding
-is a document of its own (it attends to itself alone and is never a target), so that no kernel needs a special case.
+is a separate document (it attends only to itself and is never a target), so that no kernel needs a special case.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from optrush.data.images import ImageReader
 from optrush.data.schema import Document
 from optrush.data.stored_tokens import StoredTokens
 
-IGNORE = -100  # a label that is not learnt
-INVENTED = -1  # the number of a sample that no source has
+IGNORE = -100  # label of non-targets
+INVENTED = -1  # sample number of padding
 SHORTEST = 64  # Documents.longest is rounded up to a power of two from here on: few values, few compilations
 
 
@@ -30,19 +30,19 @@ class Documents(NamedTuple):
     starts: Tensor  # (N+1,) int32: cumulative lengths over the B*T slots, padded with B*T to a fixed N
     ids: Tensor  # (B, T) int32: number of the document within its row
     longest: int  # on the host: the longest document, rounded up to a power of two, at most T
-    single: bool  # on the host: every row begins one document and nothing but padding follows it
-    filled: Tensor | None = None  # (B, T) bool: the slots that hold a token; None: all of them
-    mutual: Tensor | None = None  # (B, T) int32: the image whose placeholders read each other, from 1 on; 0: none
+    single: bool  # on the host: every row has one document, then padding
+    filled: Tensor | None = None  # (B, T) bool: slots with a token; None: all
+    mutual: Tensor | None = None  # (B, T) int32: image (from 1) with bidirectional attention; 0: none
 
     def in_chunks(self, size: int, positions: Tensor) -> Documents:
-        """Return the boundaries of chunks of `size` tokens of each document, as those of documents of their own.
+        """Return boundaries that split each document into chunks of `size` tokens.
 
         positions: (B, T), which restart with each document.
         """
         if self.longest <= size:
             return self
         begins = positions % size == 0
-        room = len(self.starts) - 1 + positions.numel() // size  # a document has at most one chunk that is not full
+        room = len(self.starts) - 1 + positions.numel() // size  # at most one partial chunk per document
         numbers = torch.arange(1, room + 2, device=positions.device)
         starts = torch.searchsorted(begins.flatten().cumsum(0), numbers, out_int32=True)
         return self._replace(starts=starts, ids=begins.cumsum(1, dtype=self.ids.dtype), longest=size, single=False)
@@ -51,24 +51,24 @@ class Documents(NamedTuple):
 class Images(NamedTuple):
     """The images of B rows, in the order of their places; P patches, S placeholders."""
 
-    colours: Tensor  # (P, values) uint8: those of each patch
+    colours: Tensor  # (P, values) uint8: values of each patch
     slots: Tensor  # (S,) int64: its placeholders among the B*T slots
     axes: Tensor  # (B, T, 3) int32: positions in time, height and width, which restart with each document; or (B, T, 0)
     rows: tuple[tuple[int, int, int], ...]  # on the host: images, patches and placeholders of each row
     grids: tuple[tuple[int, int], ...]  # on the host: patches of each in height and width
-    # (3, 256) float32, on the host: what the base's image processor makes of each value of a colour. No tensor, for
-    # sharding casts those that enter a model.
+    # (3, 256) float32, on the host: the base image processor's value for each colour value. Not a tensor:
+    # sharding casts input tensors.
     levels: np.ndarray
 
     def of(self, first: int, last: int) -> Images | None:
-        """Return those of the rows [first, last); None: they have none."""
+        """Return the images of rows [first, last), or None."""
         (i, p, s), (j, q, e) = (map(sum, zip((0, 0, 0), *self.rows[:n])) for n in (first, last))
         slots = self.slots[s:e] - first * self.axes.shape[1]
         axes, rows = self.axes[first:last], self.rows[first:last]
         return None if i == j else Images(self.colours[p:q], slots, axes, rows, self.grids[i:j], self.levels)
 
     def each(self, move: Callable[[Any], Any]) -> Images:
-        """Return them with another form of each tensor."""
+        """Return the images with a function applied to each tensor."""
         tensors = {name: move(getattr(self, name)) for name in ("colours", "slots", "axes")}
         return self._replace(**tensors)
 
@@ -82,7 +82,7 @@ class Images(NamedTuple):
 
 
 class RowCounts(NamedTuple):
-    """Counts of one row, on the host, that the batch's tensors do not have."""
+    """Counts of one row, on the host, that are not in the batch's tensors."""
 
     tokens: int  # real tokens
     attended: int  # sum of squared document lengths
@@ -94,24 +94,24 @@ class Batch:
     """One micro-batch of one rank."""
 
     tokens: Tensor  # (B, T) int64
-    labels: Tensor  # (B, T) int64: already shifted, label t belongs to token t; IGNORE = not learnt
+    labels: Tensor  # (B, T) int64: already shifted, label t belongs to token t; IGNORE = not a target
     positions: Tensor  # (B, T) int32: restart with each document
     documents: Documents
-    n_terms: float  # the objective's divisor: target tokens, their weights' sum (pairs, for preferences)
+    n_terms: float  # the objective's divisor: target tokens, or the sum of their weights (for preferences, pairs)
     n_targets: int  # target tokens
     n_tokens: int  # real tokens, padding excluded
-    attended: int  # sum of squared document lengths: what causal attention costs
+    attended: int  # sum of squared document lengths: cost of attention
     samples: tuple[int, ...]  # global sample indices
     rows: tuple[RowCounts, ...]  # the last three, row by row
     extra: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors of pairs, of which a row has room for P. Pair p is its row's documents 2p (chosen) and 2p + 1 (rejected).
+    """Tensors of pairs, up to P per row. Pair p is its row's documents 2p (chosen) and 2p + 1 (rejected).
     pairs (B, P) bool: whether there is such a pair.
     desirable (B, P) bool: whether its first document is a good answer; of judged answers some are not.
-    reference (B, P, 2) float32: log-probabilities of its documents under the reference, where they were made before.
+    reference (B, P, 2) float32: precomputed log-probabilities of its documents under the reference.
     weights (B, T) float32: of the targets in the loss; absent: all 1.
     Of a stored teacher, at each target (else anything):
     teacher_ids (B, T, k) int32: its likeliest tokens.
-    teacher_log_p (B, T, k + 1): their log-probabilities, and that of all others together."""
+    teacher_log_p (B, T, k + 1): their log-probabilities, and the total of all others."""
     images: Images | None = None
 
     @property
@@ -121,11 +121,11 @@ class Batch:
         return given if self.images is None else (*given, self.images)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what rebuilds it in another process: arrays, for torch would send each tensor as an open file."""
+        """Return arrays for rebuilding it in another process: torch would send each tensor as an open file."""
         return _rebuilt, (vars(self._each(Tensor.numpy)),)
 
     def parts(self, most: int) -> list[Batch]:
-        """Return the batch in parts of at most `most` rows, in order; only of a batch on the host."""
+        """Split a batch on the host into parts of at most `most` rows, in order."""
         B = len(self.rows)
         return [self] if most >= B else [self._part(first, min(B, first + most)) for first in range(0, B, most)]
 
@@ -134,7 +134,7 @@ class Batch:
         another one would cause a recompilation."""
         B, T = self.tokens.shape
         starts, room = self.documents.starts, len(self.documents.starts) - 1
-        inside = starts[(starts >= first * T) & (starts < last * T)] - first * T  # rows begin documents
+        inside = starts[(starts >= first * T) & (starts < last * T)] - first * T  # a row's start is a document's start
         fixed = starts.new_full((max(len(inside), -(-room * (last - first) // B)) + 1,), (last - first) * T)
         fixed[: len(inside)] = inside
         labels = self.labels[first:last]
@@ -154,7 +154,7 @@ class Batch:
         )  # fmt: skip
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device; from pinned memory, without waiting where the device allows it."""
+        """Return the batch on a device; asynchronously from pinned memory if possible."""
         if device.type == "cpu" or self.tokens.device == device:
             return self
         return self._each(lambda t: t.pin_memory().to(device, non_blocking=True))
@@ -191,13 +191,13 @@ def collate(
     """Collate rows of (sample index, document) into one Batch on the host.
 
     Args:
-        rows: B rows; each holds documents whose lengths sum to at most T (none: the row is padding).
-        T: tokens a row.
+        rows: B rows of documents with a total of at most T tokens (no document: padding).
+        T: tokens per row.
         single: every row has at most one document (`Documents.single`).
-        most: most documents a batch can hold, padding counted: fixes the length of `starts`.
-        isolated: False makes the documents of a row one: positions run on, and each attends to those before it.
-        parts: documents of a sample: 1, of pairs 2.
-        reference: (samples, 2) float32, of pairs, where their reference is known.
+        most: maximum documents per batch, padding counted; fixes the length of `starts`.
+        isolated: False joins a row's documents: positions continue, and each attends to earlier ones.
+        parts: documents per sample: 1, for pairs 2.
+        reference: (samples, 2) float32 for pairs with a known reference.
         stored: a teacher's likeliest tokens of each target.
         reader: of the images of documents.
     """
@@ -251,10 +251,10 @@ def collate(
 def _images(
     rows: Sequence[Sequence[tuple[int, Document]]], positions: np.ndarray, reader: ImageReader | None
 ) -> tuple[Images | None, Tensor | None]:
-    """Return the images of the rows' documents, None: they have none; and `Documents.mutual`.
+    """Return the images of the rows' documents, or None, and `Documents.mutual`.
 
-    A text's token has one position on all axes. An image begins at the next one, and has one in time, and one each for
-    its rows and columns; behind it positions go on from the largest. Source: arXiv:2409.12191.
+    A text token has one position on all axes. An image starts at the next one, with one in time, and one each for
+    its rows and columns; after it positions continue from the largest. Source: arXiv:2409.12191.
     """
     turned, T = reader is not None and reader.spec.axes != "one", positions.shape[1]
     axes, mutual = np.repeat(positions[..., None], 3 * turned, 2), np.zeros_like(positions)
@@ -268,7 +268,7 @@ def _images(
                 first, end, stop = at + image.at, at + image.at + image.tokens, at + len(document)
                 if turned:
                     high, wide = (n // reader.sizes.merge for n in image.grid)
-                    place = int(axes[b, first, 0])  # of a text's token there
+                    place = int(axes[b, first, 0])  # position of a text token
                     laid = [k.reshape(-1) for k in np.indices((high, wide), np.int32)]
                     axes[b, first:end] = place + np.stack([np.zeros_like(laid[0]), *laid], 1)
                     axes[b, end:stop] += max(high, wide) - image.tokens
@@ -304,7 +304,7 @@ def _pairs(
 
 
 def _weights(rows: Sequence[Sequence[tuple[int, Document]]], T: int) -> dict[str, Tensor]:
-    """Return the weights of the targets, 0 elsewhere, as `weights` (B, T) at the place of their labels; {}: all 1."""
+    """Return target weights, 0 elsewhere, as `weights` (B, T) at their labels' slots; {}: all 1."""
     if all(document.weights is None for row in rows for _, document in row):
         return {}
     found = np.zeros((len(rows), T), np.float32)
@@ -326,9 +326,9 @@ def _terms(learnt: int, extra: Mapping[str, Tensor]) -> float:
 
 
 def _taught(labels: np.ndarray, numbers: Sequence[Sequence[int]], stored: StoredTokens) -> dict[str, Tensor]:
-    """Return the teacher's side of the targets; the records of a sample have the order of its targets."""
+    """Return the teacher's tensors for the targets; a sample's records are in the order of its targets."""
     found = np.zeros(labels.shape, stored.record)
-    found["ids"] = np.arange(stored.k)  # where nothing is learnt: any, but no token twice
+    found["ids"] = np.arange(stored.k)  # at non-targets: any distinct tokens
     for b, samples in enumerate(numbers):
         records = [stored.find(sample) for sample in samples if sample != INVENTED]
         if records:

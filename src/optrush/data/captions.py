@@ -1,4 +1,4 @@
-"""Make rows of a folder of images with captions, from metadata.jsonl, metadata.csv or a text file per image."""
+"""Make rows from a folder of captioned images, with metadata.jsonl, metadata.csv or a text file per image."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def has_images(folder: Path) -> bool:
 
 
 def write_captions(folder: Path, to: Path) -> int:
-    """Write a row for each image of a folder, its path relative to the file of rows, and return their number.
+    """Write a row per image of a folder, with its path relative to the rows file; return the number of rows.
 
-    Raises DataError: an image without a caption, a caption without its image, or none at all.
+    Raises DataError: an image without a caption, a caption without an image, or no image.
     """
     listed = _list(folder)
     found = list(_beside(folder) if listed is None else _listed(listed))
@@ -102,7 +102,7 @@ def _listed(path: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the values of each line of a list; raises DataError for a line that has none."""
+    """Yield the number and the values of each line of a list; raises DataError for an empty line."""
     asked = f"captions of the images in {path.parent}"
     try:
         text = read_text(path, SIGNED)

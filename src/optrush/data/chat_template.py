@@ -1,8 +1,8 @@
-"""Turn rows into token ids and a mask of what is learnt, through the model's own chat template, without guessing.
+"""Convert rows to token ids and a target mask with the model's own chat template, without guessing.
 
 A mask that is empty, complete or shifted trains a wrong model without a sign; so every doubt here is an error with the
-row's place. `mask` proves which characters the assistant wrote; offsets, or the tokens' own bytes, map them to tokens.
-All texts of many rows go to the tokenizer at once, which takes most of the time.
+row's place. `mask` proves which characters the assistant wrote; offsets, or the tokens' bytes, map them to tokens.
+The texts of many rows are tokenized together, which takes most of the time.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# --- Control tokens in the text of a message: they would end its turn, or forge another.
+# --- Control tokens in a message's text: they would end its turn or forge another.
 
 
 def refuse(chat: Chat, controls: re.Pattern[str], where: RowLocation) -> None:
@@ -97,42 +97,42 @@ NO_IMAGES = DataError("rows with images", "only `optrush train` reads images", "
 GIVE_TEMPLATE = "set `model.chat_template: chatml` (built in) or `model.chat_template: FILE.jinja`"
 TRAIN_ON = ("assistant", "last", "all", "answer", "last-answer")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
-LONGEST_TEXT_bytes = 8 << 20  # of a row; a book has 1 MiB
+LONGEST_TEXT_bytes = 8 << 20  # per row; a book has 1 MiB
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations in memory; messages of one
+MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # conversation shapes in memory; messages per shape
 COMPARED, COMPARED_ROWS = 512, 64  # tokens of a document, documents
 EVERYDAY = ("It's 7 12345, isn't it?\n\n\tNot so: x_1 == 3.14159;  HELLO", "Café, 日本語 and 🙂.", " a", "a  b ")
-WORDS_FROM = 256  # texts that are encoded before words are looked up: preparing that takes 0.1 s
-HEAD, TAIL = 60, 30  # tokens of a document that an error message shows, from its beginning and its end
+WORDS_FROM = 256  # texts encoded before word lookup, whose setup takes 0.1 s
+HEAD, TAIL = 60, 30  # tokens of a document shown in errors, from its start and end
 REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's text may contain
 
 
 class Shape(NamedTuple):
     """What templates look at in a conversation: the turns' roles, their parts, and texts that the template has."""
 
-    steady: bool  # is it refused where later turns change how an answer is written
-    plain: bool  # are there texts alone, and none that the template looks for
+    steady: bool  # reject if later turns change an answer's rendering
+    plain: bool  # only texts, without strings that the template looks for
     turns: tuple[int, ...]  # that are masked
     messages: tuple[object, ...]
 
 
 class _Draft(NamedTuple):
-    """A row's text before it is tokenised, and the characters that are learnt of it."""
+    """A row's text before tokenization, and its target characters."""
 
     where: RowLocation
     text: str
     special: bool  # add the tokenizer's special tokens: no template has written them
-    seam: int = 0  # learnt from this character on
-    spans: tuple[CharSpan, ...] = ()  # learnt, or (if `rest`) not learnt
-    rest: bool = True  # whether the text outside of the spans is learnt
+    seam: int = 0  # targets start at this character
+    spans: tuple[CharSpan, ...] = ()  # targets, or (if `rest`) non-targets
+    rest: bool = True  # whether text outside the spans is a target
     weights: tuple[float, ...] = ()  # of the spans, in the loss; empty: all 1
 
 
 class Tokens:
     """A fast tokenizer with its chat template, or the one given: rows in, documents out.
 
-    `today` is the date for templates that write it into the system prompt; None is the real one, with which the same
-    row gives other ids tomorrow.
+    `today`: the date for templates that write it into the system prompt; None: the real one, which gives
+    other ids tomorrow.
     """
 
     def __init__(
@@ -143,14 +143,14 @@ class Tokens:
             asked = f"the tokenizer of {tokenizer.name_or_path or 'the model'}"
             raise DataError(asked, found, "use a model folder with a tokenizer.json")
         self.tokenizer = tokenizer
-        self.images: ImageReader | DataError = NO_IMAGES  # what reads the images of rows, or why none are read
+        self.images: ImageReader | DataError = NO_IMAGES  # reader of images, or the reason why images are rejected
         self._given = template
         self._today = today
         self._engine = _engine(tokenizer)
         source = json.loads(self._engine.to_str())
         self._widths, self._composed = widths(source), composes(source)
         self._unknown = unknown_id(source)
-        self._encoded = self.lossy = 0  # texts, and those whose prompts have characters that the tokenizer lacks
+        self._encoded = self.lossy = 0  # texts; texts with prompt characters without a token
         self._eos = cast("int | None", tokenizer.eos_token_id)
         self._end = "" if self._eos is None else str(tokenizer.convert_ids_to_tokens(self._eos))
         self._added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
@@ -161,17 +161,17 @@ class Tokens:
         self._controls = any_of(self._control)
         self._bos = self._added.get(str(tokenizer.special_tokens_map.get("bos_token")))
         self._layouts: dict[Shape, Layout | None] = {}
-        self._checked: set[Shape] = set()  # of which nothing is left out, and later turns change nothing
+        self._checked: set[Shape] = set()  # rendered completely, and unchanged by later turns
 
     def batch(
         self, samples: Sequence[tuple[RowLocation, Row]], train_on: str
     ) -> list[tuple[Document, ...] | DataError]:
-        """Return each row's document, the two of a pair (chosen, rejected), or the error that names the row.
+        """Return each row's document, the two of a pair (chosen, rejected), or its error.
 
         Args:
-            train_on: what is learnt of a conversation or a completion: `assistant` all answers, `last` the last one,
-                `all` every token but the first. A text is always learnt whole. With `answer` and `last-answer` the
-                thoughts of these answers are not learnt.
+            train_on: the targets of a conversation or completion: `assistant` all answers, `last` the last one,
+                `all` every token but the first. In a text every token is a target. With `answer` and `last-answer` the
+                thoughts of these answers are no targets.
         """
         drafts: list[list[_Draft] | DataError] = []  # of each row
         rendering = any(isinstance(part, Chat) for _, row in samples for part in parts_of(row))
@@ -206,7 +206,7 @@ class Tokens:
         return result
 
     def with_images(self, images: Sequence[Picture], document: Document, where: RowLocation) -> Document | DataError:
-        """Return the document with as many placeholders as each of its images has, or the error that names one."""
+        """Return the document with the right number of placeholders per image, or an error."""
         assert isinstance(self.images, ImageReader)
         seen = list[SeenImage]()
         try:
@@ -231,7 +231,7 @@ class Tokens:
         )  # fmt: skip
 
     def document(self, row: Row, train_on: str, where: RowLocation) -> Document:
-        """Return the token ids of a row that is no pair, and which are learnt; raises DataError if none would be."""
+        """Return token ids and target mask of a row (not a pair); raises DataError without targets."""
         assert not isinstance(row, Pair | Judged)
         made = self.batch([(where, row)], train_on)[0]
         if isinstance(made, DataError):
@@ -239,7 +239,7 @@ class Tokens:
         return made[0]
 
     def prepare(self) -> None:
-        """Make what many texts need, once for all copies of this process."""
+        """Prepare lookups for many texts, before this process is forked."""
         self._encoded = max(self._encoded, WORDS_FROM)
         _ = self._words, self._head
 
@@ -254,19 +254,19 @@ class Tokens:
         return self._controls.search(text.removesuffix(self._end)) is not None
 
     def shown(self, ids: Sequence[int]) -> str:
-        """Return the first and last tokens of a document as text, in one line."""
+        """Return a document's first and last tokens as one line of text."""
         parts = [ids] if len(ids) <= HEAD + TAIL else [ids[:HEAD], ids[-TAIL:]]
         decode = self._engine.decode
         return " ... ".join(visible(decode(list(part), skip_special_tokens=False)) for part in parts)
 
     def otherwise(self, folder: Path, documents: Iterable[Sequence[int]] = ()) -> str | None:
-        """Return a text that the folder's tokenizer.json splits otherwise than this tokenizer; None: none was found.
+        """Return a text that the folder's tokenizer.json splits differently; None if none was found.
 
-        transformers builds some classes (`tokenizer_class`) by their own rules from the vocabulary alone; other
+        transformers builds some classes (`tokenizer_class`) by their own rules from the vocabulary; other
         programs read the file as it is.
 
         Args:
-            documents: token ids, of whose texts the beginnings are compared.
+            documents: token ids; the starts of their texts are compared.
         """
         from tokenizers import Tokenizer
 
@@ -274,7 +274,7 @@ class Tokens:
             return None
         try:
             stored = Tokenizer.from_file(str(folder / ENGINE))
-        except Exception as error:  # the library raises no other class
+        except Exception as error:  # the library raises bare Exceptions
             return f"tokenizer.json cannot be read by itself: {reason(error)}"
         stored.no_truncation()
         stored.no_padding()
@@ -290,9 +290,9 @@ class Tokens:
         return None
 
     def template(self, tools: bool = False) -> str:
-        """Return the source of the chat template, of several that of rows with `tools` or of those without.
+        """Return the source of the chat template; of several, the one for rows with or without `tools`.
 
-        Raises DataError: there is none, or a monstrous one.
+        Raises DataError: it is missing or too large.
         """
         return (self._tool_template if tools else self._template).source
 
@@ -303,7 +303,7 @@ class Tokens:
         return False
 
     def tagged(self) -> bool:
-        """Return whether the chat template marks what the assistant generates; what is learnt does not depend on it."""
+        """Return whether the chat template has generation tags; the targets do not depend on them."""
         found = False
         for tools in (False, True):
             with suppress(DataError):
@@ -313,11 +313,11 @@ class Tokens:
     def spans(
         self, chat: Chat, turns: Sequence[int], where: RowLocation, steady: bool, whole: bool = False
     ) -> tuple[str, Sequence[CharSpan]]:
-        """Return the conversation under the template, and which characters of it the assistant wrote in these turns.
+        """Return the rendered conversation, and the characters that the assistant wrote in these turns.
 
         Args:
             steady: refuse the row, too, if later turns change how the template writes one of these.
-            whole: likewise, if the template leaves out reasoning: all tokens are learnt.
+            whole: also if the template leaves out reasoning: all tokens are targets.
 
         Raises DataError: as `Masker`, or a message forges a turn.
         """
@@ -351,7 +351,7 @@ class Tokens:
         return Shape(steady, plain, tuple(turns), (len(chat.tools), *messages))
 
     def _layout(self, template: Template, chat: Chat, turns: Sequence[int], shape: Shape) -> Layout | None:
-        """Return the layout of a conversation of plain texts, in which is nothing that the template looks for."""
+        """Return the layout of a conversation of plain texts, without strings that the template looks for."""
         if shape in self._layouts:
             return self._layouts[shape]
         if not shape.plain or len(chat.messages) > LONGEST_SHAPE or len(self._layouts) == MOST_SHAPES:
@@ -365,11 +365,11 @@ class Tokens:
 
     @cached_property
     def _forgers(self) -> re.Pattern[str]:
-        """Tokens that no message may contain: special ones, and those that the template writes around plain turns."""
+        """Tokens forbidden in messages: special ones, and the template's around plain turns."""
         plain = (Message("system", "a"), Message("user", "b"), Message("assistant", "c"), Message("user", "d"))
         written = ""
         for name, turns in product(("_template", "_tool_template"), (plain, plain[1:])):
-            with suppress(DataError):  # a template may refuse a system turn, and of several none may be the default
+            with suppress(DataError):  # a template may reject a system turn, and several may have no default
                 template = getattr(self, name)
                 written += template.render([template.shown(turn) for turn in turns], TEMPLATE)
         marks = {token for token in self._marks.tokens if token in self._control or token in written}
@@ -381,9 +381,9 @@ class Tokens:
 
     @cached_property
     def _tool_template(self) -> Template:
-        """The template of rows with tools: of several the one named `tool_use`, as transformers chooses."""
+        """The template for rows with tools: of several the one named `tool_use`, like transformers."""
         own = self._opened(tools=True)
-        with suppress(DataError):  # there may be no other
+        with suppress(DataError):  # there may be only one
             return self._template if self._template.source == own.source else own
         return own
 
@@ -454,7 +454,7 @@ class Tokens:
         return result
 
     def _encode(self, drafts: Sequence[_Draft]) -> tuple[list[np.ndarray], dict[int, Encoding], dict[int, DataError]]:
-        """Return the ids of each draft's text; by number encodings with offsets where needed, and errors (no ids)."""
+        """Return each draft's ids; by number the encodings with offsets where needed, and errors."""
         self._encoded += len(drafts)
         words = self._words if self._encoded > WORDS_FROM else None
         ids: list[Any] = [None] * len(drafts)
@@ -495,20 +495,20 @@ class Tokens:
 
     @cached_property
     def _words(self) -> Words | None:
-        with suppress(ValueError, KeyError):  # rules that are not known here
+        with suppress(ValueError, KeyError):  # unknown rules
             return None if self._widths is None else Words(self._engine, json.loads(self._engine.to_str()))
         return None
 
     @cached_property
     def _head(self) -> list[int] | None:
-        """The special tokens that are written before a text; None if others are, or tokens have no bytes of it."""
+        """The special tokens before a text; None if unknown, or if tokens do not map to bytes."""
         if self._widths is None:
             return None
         bare, whole = (self._engine.encode("a", add_special_tokens=special).ids for special in (False, True))
         return whole[: -len(bare)] if whole[-len(bare) :] == bare else None
 
     def _bytes(self, text: str, end: int | None = None) -> int:
-        """Return the bytes of a text, or of its part up to a character; -1 if tokens are made of others."""
+        """Return the number of bytes of a text, or up to a character; -1 if tokens do not match its bytes."""
         if text.isascii():
             return len(text) if end is None else end
         return len(text[:end].encode()) if not self._composed or unicodedata.is_normalized("NFC", text) else -1
@@ -516,13 +516,13 @@ class Tokens:
     def _located(self, drafts: Sequence[_Draft], ids: Sequence[np.ndarray]) -> list[Document | None]:
         """Return the documents of conversations, found by the bytes of all tokens at once.
 
-        None: a text, or a conversation in which a span does not begin and end as usual (`_document`).
+        None: a text, or a conversation with an unusual span start or end (`_document`).
         """
         found: list[Document | None] = [None] * len(drafts)
         plain = (n for n, draft in enumerate(drafts) if not draft.special and len(ids[n]))
         usual = [n for n in plain if not drafts[n].weights and all(len(span.stops) == 1 for span in drafts[n].spans)]
         if self._widths is None or not usual:
-            return found  # where bytes are lost, their number shows it
+            return found  # lost bytes show in the count
         flat, starts = np.concatenate([ids[n] for n in usual]), np.cumsum([0, *(len(ids[n]) for n in usual)])
         ends = self._widths[flat].cumsum()
         edges = np.concatenate([[0], ends[starts[1:] - 1]])  # in bytes, of the texts
@@ -537,7 +537,7 @@ class Tokens:
         sound[rows[~inside]] = False
         rows, first, last, stop = (column[inside] for column in (rows, first, last, stop))
         sound[rows[(flat[last] != stop) | np.isin(flat[first], list(self._ends))]] = False
-        first, last = first[sound[rows]], last[sound[rows]]  # others may be in the tokens of other texts
+        first, last = first[sound[rows]], last[sound[rows]]  # other spans may be in tokens of other texts
         steps = np.zeros(len(flat) + 1, np.int64)
         np.add.at(steps, first, 1)
         np.add.at(steps, last + 1, -1)
@@ -556,9 +556,9 @@ class Tokens:
         weights = np.ones(len(ids), np.float32) if draft.weights else None
         if encoding is None and self._widths is not None and (draft.spans or draft.seam or self._unknown is not None):
             ends = self._widths[ids[len(self._head or ()) if draft.special else 0 :]].cumsum()
-            if not len(ends) or ends[-1] != self._bytes(draft.text):  # a token swallows white space beside it
+            if not len(ends) or ends[-1] != self._bytes(draft.text):  # a token absorbs adjacent white space
                 encoding, ends = self._engine.encode(draft.text, add_special_tokens=draft.special), None
-        if self._unknown is not None and ends is None:  # tokens of all bytes lose none
+        if self._unknown is not None and ends is None:  # byte-level tokens lose nothing
             self._refuse_lost(draft, encoding)
         if not draft.special:
             targets = np.full(len(ids), draft.rest)
@@ -574,7 +574,7 @@ class Tokens:
             if not len(ids) or ids[-1] != self._eos:
                 ids = np.concatenate((ids, np.array([self._eos], np.int32)))
             targets = np.ones(len(ids), bool)
-            # The token that reaches over the seam is learnt: it is what must follow the tokens before it.
+            # The token across the seam is a target: it must follow the tokens before it.
             if draft.seam and ends is not None:
                 n = int(ends.searchsorted(self._bytes(draft.text, draft.seam), "right"))
                 targets[: n + len(self._head or ())] = False
@@ -587,13 +587,13 @@ class Tokens:
             do = f"remove one from the rows or the template: the {writer} adds one"
             raise DataError(asked, f"two of them; at {draft.where}: '{self.shown(ids.tolist())}'", do)
         targets[:1] = False
-        if not ((len(ids) and targets[-1]) or targets.any()):  # the end of most rows is learnt, and `any` is slow
+        if not ((len(ids) and targets[-1]) or targets.any()):  # most rows end with a target, and `any` is slow
             asked = f"to learn from the row at {draft.where}"
             raise DataError(asked, "it has no target token", "remove it")
         return Document(ids, targets, weights=weights)
 
     def _refuse_lost(self, draft: _Draft, encoding: Encoding | None) -> None:
-        """Raise DataError if characters of what is learnt are in no token; count a text that loses others."""
+        """Raise DataError if target characters are in no token; count texts that lose other characters."""
         text, learnt = draft.text, np.full(len(draft.text), draft.rest and not draft.special)
         if self._unknown == -1:
             if not (missing := {char for char in set(text) if not self._held[char]}):
@@ -604,7 +604,7 @@ class Tokens:
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             unknown = np.array(encoding.ids) == self._unknown
             held = _covered(len(text), offsets[~unknown]) & ~_covered(len(text), offsets[unknown])
-            for at in np.flatnonzero(~held).tolist():  # white space mostly
+            for at in np.flatnonzero(~held).tolist():  # mostly white space
                 held[at] = unicodedata.category(text[at])[0] not in WRITTEN
         marks = [mark.span() for mark in any_of(self._added).finditer(text)]
         for start, end in marks:
@@ -636,7 +636,7 @@ class Tokens:
         """Return the first and the last token of a span, its end-of-turn token included.
 
         Args:
-            ends: where each token ends in the text's bytes, (n,); None: the encoding has offsets.
+            ends: end of each token in the text's bytes, (n,); None: the encoding has offsets.
         """
         places = span.start, span.end - span.closed
         stop, *further = (self._added[token] for token in span.stops)
@@ -657,12 +657,12 @@ class Tokens:
         return first, last
 
     def _searched(self, draft: _Draft, ids: np.ndarray, encoding: Encoding, span: CharSpan) -> tuple[int, int]:
-        """Return the first token of a span and the one that ends its turn, which may follow after white space."""
+        """Return a span's first token and its end-of-turn token, which may follow after white space."""
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T  # the characters [start, end) of each
         start, end, stop = span.start, span.end - span.closed, self._added[span.stops[0]]
         asked = f"to mask the messages at {draft.where}"
-        # The token that ends a turn begins where the text ends, or a little earlier if it swallows white space
-        # (`lstrip`). White space may come between (some templates write one space before it); it is learnt too, or the
+        # The end-of-turn token starts at the text's end, or a little earlier if it absorbs white space
+        # (`lstrip`). White space may come between (some templates write a space before it); it is a target too, or the
         # model could not reach the end by itself.
         last = int(ends.searchsorted(end, "right"))
         while last < len(ids) and ids[last] != stop:
@@ -681,7 +681,7 @@ class Tokens:
 
 
 def _covered(length: int, offsets: np.ndarray) -> np.ndarray:
-    """Return which of so many characters are in a token, by the offsets [start, end) of the tokens, (n, 2)."""
+    """Return which characters are in a token, from the tokens' offsets [start, end), (n, 2)."""
     steps = np.zeros(length + 1, np.int64)
     np.add.at(steps, offsets[:, 0], 1)
     np.add.at(steps, offsets[:, 1], -1)
@@ -689,7 +689,7 @@ def _covered(length: int, offsets: np.ndarray) -> np.ndarray:
 
 
 def refuse_long(text: str, asked: str) -> None:
-    """Raise DataError for a text that takes gigabytes to tokenize: 130 bytes a byte of it."""
+    """Raise DataError for a text that needs gigabytes to tokenize: 130 bytes per byte of text."""
     if len(text) > LONGEST_TEXT_bytes // 4 and (size := len(text.encode())) > LONGEST_TEXT_bytes:
         found = f"a text of {size / 2**20:.1f} MiB; the limit for one row is {LONGEST_TEXT_bytes >> 20} MiB"
         raise DataError(f"to tokenize {asked}", found, "split it; for a text file set data.text_rows: paragraph")
@@ -697,7 +697,7 @@ def refuse_long(text: str, asked: str) -> None:
 
 @contextmanager
 def tokenizing(asked: str) -> Iterator[None]:
-    """Turn an error of the tokenizers library, which raises bare Exceptions and panics, into a DataError."""
+    """Convert errors of the tokenizers library (bare Exceptions and panics) to a DataError."""
     try:
         yield
     except BaseException as error:
@@ -713,7 +713,7 @@ def _never_ending(turn: Message) -> bool:
 
 
 def answers(chat: Chat, train_on: str) -> list[int]:
-    """Return the turns to be masked, by number: those that are learnt, or with `all` those that are not."""
+    """Return the turns for the mask, by number: the learnt ones, or with `all` the others."""
     turns = [i for i, message in enumerate(chat.messages) if message.role == "assistant"]
     if train_on == "all":
         return [i for i in turns if not chat.messages[i].learnt]
@@ -722,15 +722,15 @@ def answers(chat: Chat, train_on: str) -> list[int]:
 
 
 def _dated(source: str, today: datetime.date) -> str:
-    """Return the template with its calls for the date replaced: the sandbox takes no function of ours."""
+    """Return the template with date calls replaced: the sandbox accepts no extra function."""
     now = r"""\bstrftime_now\(\s*(["'])([^"'\\]*)\1\s*\)"""
     return re.sub(now, lambda call: f"{call[1]}{today.strftime(call[2])}{call[1]}", source)
 
 
 def _engine(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """Return a private copy of the tokenizer's engine whose offsets are exact.
+    """Return a private copy of the tokenizer's engine with exact offsets.
 
-    Byte-level post-processors trim white space off the offsets, so that a token of spaces seems to cover nothing.
+    Byte-level post-processors trim white space from offsets, so that a token of spaces seems empty.
     """
     from tokenizers import Tokenizer
 
@@ -742,10 +742,10 @@ def _engine(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def _split(engine: Tokenizer, text: str) -> list[tuple[int, str]]:
-    """Return a text's tokens; none if the tokenizer has no token for some part of it."""
+    """Return a text's tokens; none if part of it has no token."""
     try:
         found = engine.encode(text, add_special_tokens=False)
-    except Exception:  # the library raises no other class
+    except Exception:  # the library raises bare Exceptions
         return []
     return list(zip(found.ids, found.tokens, strict=True))
 

@@ -1,8 +1,8 @@
-"""Clean data: measure every row once, apply the filters of `data.clean` in their order, write what stays and why not.
+"""Clean data: measure every row once, apply the filters of `data.clean` in order, write the kept rows and a record.
 
-Rows are measured in worker processes, part by part of a file; then the filters are applied to the figures. A filter
-that counts over rows (how many contain an item, which came first) counts the rows that the filters before it have left.
-All figures are in memory: some ten bytes a row, for near duplicates about a kilobyte more. The result does not depend
+Worker processes measure the rows, one part of a file at a time; then the filters use the measurements. A filter
+that counts over rows (how many contain an item, which came first) counts the rows kept by earlier filters.
+Measurements are in memory: some ten bytes per row, for near duplicates a kilobyte more. The result does not depend
 on the number of processes.
 """
 
@@ -64,33 +64,33 @@ if TYPE_CHECKING:
     from optrush.data.chat_template import Tokens
 
 WHOLE = "text"  # as a field of items: all of the row's text
-STAYS, BAD = 0, 255  # of `Table.taken`; between them the filters' numbers, from 1
+STAYS, BAD = 0, 255  # values of `Table.taken`; between them the filters' numbers, from 1
 BATCH_rows = 1024  # rows that are measured at a time,
-WORKER_bytes = 4 << 20  # of the files for each worker: for less its start would take longer
-BATCH_chars = 1 << 20  # and about how much text: a tokenizer needs some 100 bytes a token while it works
-LANGUAGE_chars = 2000  # of a row's text, by which its language is identified
-MOST_NEAR_bytes = 16 << 30  # of memory for what near duplicates are found by
-FORMAT, MATCHING_s = 3, 5.0  # of the record; that finding the items of a row by a pattern may take
+WORKER_bytes = 4 << 20  # file bytes per worker: for less, its start would take longer
+BATCH_chars = 1 << 20  # text per batch: a tokenizer needs some 100 bytes per token
+LANGUAGE_chars = 2000  # of a row's text, used to identify its language
+MOST_NEAR_bytes = 16 << 30  # memory for finding near duplicates
+FORMAT, MATCHING_s = 3, 5.0  # of the record; limit for a pattern on one row
 EXAMPLES, EXAMPLE_chars = 10, 280  # of each filter in the record, and the length of each
 LIBRARIES = ("numpy", "py3langid", "rensa", "tokenizers")
 ROWS, REMOVED, QUARANTINE = "rows.jsonl", "removed.jsonl", "quarantine.jsonl"
 
-Columns = Mapping[str, np.ndarray]  # what was measured, one entry a row
+Columns = Mapping[str, np.ndarray]  # measurements, one entry per row
 Progress = Callable[[float, int], None]  # the share of the work that is done, the rows read so far
-Values = Mapping[str, np.ndarray]  # of which a row has any number: the rows' values one after another
+Values = Mapping[str, np.ndarray]  # any number per row, concatenated
 
 
 @dataclass(frozen=True)
 class Cleaned:
-    """The result of a cleaning."""
+    """The result of cleaning."""
 
-    # Of each file (rows,) bool: row k of a part is entry `part.first - 1 + k`. A bad row is kept: the next reader must
+    # Per file (rows,) bool: row k of a part is entry `part.first - 1 + k`. A bad row is kept: the next reader must
     # reject it again.
     kept: dict[Path, np.ndarray]
     record: dict[
         str, Any
     ]  # settings, inputs and results as in cleaning.json; without times, the same for the same input
-    table: Table  # why each row was taken
+    table: Table  # why each row was removed
 
     def summary(self) -> str:
         """Return the counts in a line."""
@@ -113,15 +113,15 @@ def clean_files(
     progress: Progress = lambda share, rows: None,
     cache: Path | None = None,
 ) -> Cleaned:
-    """Return which rows of the files stay.
+    """Return which rows of the files are kept.
 
     Args:
-        files: in the order in which of two equal rows the first stays.
+        files: in order; of equal rows the first is kept.
         tokens: the tokenizer, required by `settings.tokens`.
         bad_rows: `error` raises at the first row that cannot be read, `quarantine` counts them.
         most_bad: the share of the rows that may be bad with `quarantine`.
         workers: processes; None: one a core.
-        cache: of data sets of the hub, one of which may be the evaluation.
+        cache: for hub data sets, such as the evaluation data.
 
     Raises:
         ConfigError: contradictory settings.
@@ -162,9 +162,9 @@ def clean_files(
 
 
 def measure_files(files: Sequence[Path], task: Task, workers: int | None, progress: Progress, strict: bool) -> Table:
-    """Return the measured rows of all files, and which are bad; `strict` raises DataError at the first of these."""
+    """Return the measured rows of all files, and which are bad; `strict` raises DataError at the first bad one."""
     parts = [part for file in files for part in chunks(file, tokenize.chunk_bytes(files), task.text_rows)]
-    # What a part costs: its bytes, or row groups of a Parquet file.
+    # The cost of a part: its bytes, or row groups of a Parquet file.
     sizes = [max(1, p.file.stat().st_size if p.end is None else p.end - p.start) for p in parts]
     table, done = Table(task), 0.0
     table.stamps = {file: _stamp(file) for file in files}
@@ -232,7 +232,7 @@ class Filter(NamedTuple):
 
 
 def filters(settings: Cleaning) -> list[Filter]:
-    """Return the configured filters in the order in which they are applied."""
+    """Return the configured filters in order."""
     chosen: list[Filter | None] = [
         settings.chars and Filter("chars", "chars", f"characters: {_limits(settings.chars)}"),
         settings.tokens and Filter("tokens", "tokens", f"tokens: {_limits(settings.tokens)}"),
@@ -267,7 +267,7 @@ def _limits(bounds: Bounds) -> str:
 
 
 def _outside(one: Filter, settings: Cleaning, columns: Columns) -> np.ndarray:
-    """Return the rows that a filter takes regardless of other rows, (N,) bool; none for other filters."""
+    """Return the rows that a filter removes independently of other rows, (N,) bool; none for other filters."""
     if one.kind in ("chars", "tokens"):
         return _beyond(columns[one.kind], getattr(settings, one.kind))
     if one.kind == "count":
@@ -288,9 +288,9 @@ def _beyond(values: np.ndarray, bounds: Bounds) -> np.ndarray:
 
 
 def items_of(items: Items, row: Mapping[str, Any], text: str) -> list[str] | None:
-    """Return the row's items as they are; None if it has no such field.
+    """Return the row's items unchanged; None if it has no such field.
 
-    A field of a list of objects means that field of each. Entries that are not text are their JSON; empty ones none.
+    For a list of objects: that field of each. Entries other than text become JSON; empty ones are dropped.
     """
     entries: list[Any] | None = [text] if items.field == WHOLE else _under(row, items.field.split("."))
     if entries is None:
@@ -325,7 +325,7 @@ def _different(found: list[str] | None) -> list[str]:
 
 
 def repeated_share(text: str) -> float:
-    """Return the share of a text's characters in lines that occurred before in it; blank lines do not count.
+    """Return the fraction of a text's characters in repeated lines; blank lines do not count.
 
     Source: the duplicate line character fraction of Gopher (Rae et al. 2021, https://arxiv.org/abs/2112.11446, A1.1).
     """
@@ -338,7 +338,7 @@ def repeated_share(text: str) -> float:
 
 
 class Task(NamedTuple):
-    """The settings of a worker: text_rows as in `data`, and the tokenizer as JSON."""
+    """The settings of a worker: text_rows of `data`, and the tokenizer as JSON."""
 
     settings: Cleaning
     text_rows: str
@@ -377,7 +377,7 @@ def _measured(task: Task, parts: Sequence[Chunk], workers: int | None) -> Iterat
 class Measure:
     """Measures parts; one a process.
 
-    A filter measures only the rows that no earlier one has taken regardless of other rows, so cheap filters come first.
+    A filter skips rows that earlier per-row filters removed, so cheap filters come first.
     """
 
     def __init__(self, task: Task) -> None:
@@ -464,14 +464,14 @@ class Measure:
         return {}, {}
 
     def _items(self, one: Filter, entries: list[_Entry]) -> tuple[Columns, Values]:
-        """Count each row's items, -1 if it has no such field; for `rare` the different ones too."""
+        """Count each row's items, -1 if it has no such field; for `rare` also the distinct ones."""
         found = [items_of(self.settings.items[one.at], e.raw, e.text) for e in entries]
         columns = {f"items{one.at}": np.array([-1 if f is None else len(f) for f in found], np.int32)}
         if one.kind == "count":
             return columns, {}
         different = list(map(_different, found))
         if self.settings.items[one.at].bounds is not None:
-            columns.clear()  # counted before, for more rows
+            columns.clear()  # already counted, for more rows
         columns[f"different{one.at}"] = np.array(list(map(len, different)), np.int32)
         return columns, {f"items{one.at}": hashed(item for items in different for item in items)}
 
@@ -510,7 +510,7 @@ def _batches(
 
 
 class Table:
-    """The rows of all files, one after another: row i of N is the i-th that was added."""
+    """The concatenated rows of all files: row i of N is the i-th added."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.settings = task, task.settings
@@ -519,7 +519,7 @@ class Table:
         self.stamps: dict[Path, tuple[int, int]] = {}  # of the files, when they were first read
         self.begins = [0]  # the first row of each part, and N
         self.bad: list[tuple[int, RowLocation, str]] = []  # bad rows and why
-        self.columns: Columns = {}  # what was measured
+        self.columns: Columns = {}  # measurements
         self.values: Values = {}
         self._added: list[Measured] = []
         self._near_bytes = 0
@@ -550,11 +550,11 @@ class Table:
         )
         self._added.clear()
         n = len(self)
-        self.taken = np.zeros(n, np.uint8)  # the filter that took each row
+        self.taken = np.zeros(n, np.uint8)  # the filter that removed each row
         self.taken[[i for i, _, _ in self.bad]] = BAD
-        # For a duplicate the row that stays, for a rare item its index among the row's different ones.
+        # For a duplicate the kept row, for a rare item its index among the row's distinct ones.
         self.of = np.zeros(n, np.int64)
-        self.share = np.zeros(n)  # for a near duplicate the similarity, for a rare item how many rows have it
+        self.share = np.zeros(n)  # near duplicate: similarity; rare item: number of rows
         for number, one in enumerate(self.filters, 1):
             alive = self.taken == STAYS
             if one.kind in ("count", "rare"):
@@ -578,7 +578,7 @@ class Table:
             raise DataError(name, f"no row has it; the first row has {known}", "use a key of the rows, dotted")
 
     def _take_rare(self, one: Filter, alive: np.ndarray, number: int) -> None:
-        """Take rows with an item that too few rows have; a row counts once for an item."""
+        """Remove rows with an item that too few rows have; a row counts once per item."""
         least = self.settings.items[one.at].rarest or 0
         sizes, hashes = self.columns[f"different{one.at}"].astype(np.int64), self.values[f"items{one.at}"]
         mine = np.repeat(alive, sizes)
@@ -598,7 +598,7 @@ class Table:
         rows = np.flatnonzero((sizes > 0) & alive)
         if not len(rows):
             return
-        keys = self.values["bands"][alive[sizes > 0]]  # of rows without words there are none
+        keys = self.values["bands"][alive[sizes > 0]]  # rows without words have no keys
         for i, like, share in near(keys, Sets(self.values["shingles"], sizes), rows, threshold):
             self.taken[i], self.of[i], self.share[i] = number, like, share
             yield i / len(self)
@@ -628,7 +628,7 @@ class Table:
                 raise _changed(self.parts[part].file)
 
     def kept(self) -> dict[Path, np.ndarray]:
-        """Return of each file which rows stay or are bad, (rows,) bool."""
+        """Return per file which rows are kept or bad, (rows,) bool."""
         masks: dict[Path, np.ndarray] = {}
         stays = (self.taken == STAYS) | (self.taken == BAD)
         for part, begin, end in zip(self.parts, self.begins, self.begins[1:]):
@@ -638,7 +638,7 @@ class Table:
         return masks
 
     def reason(self, i: int, reread: Callable[[], Mapping[str, Any]]) -> str:
-        """Return why row i was taken; `reread` returns the row from its file, if the reason quotes it."""
+        """Return why row i was removed; `reread` returns the row from its file, if the reason quotes it."""
         one = self.filters[int(self.taken[i]) - 1]
         settings, columns = self.settings, self.columns
         if one.kind in ("chars", "tokens"):
@@ -674,7 +674,7 @@ class Table:
     # --- the record
 
     def record(self, files: Sequence[Path], evaluation: Sequence[Path], **given: Any) -> dict[str, Any]:
-        """Return the record of a cleaning: settings (`given` are further ones), inputs and results; without times."""
+        """Return the record of a cleaning: settings (plus `given`), inputs and results; without times."""
         stays = self.taken == STAYS
         settings = self.settings.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
         first = [{"file": str(w.file), "line": w.line, "reason": why} for _, w, why in self.bad[:EXAMPLES]]
@@ -735,9 +735,9 @@ def _named(file: Path) -> dict[str, Any]:
 
 
 def write_rows(cleaned: Cleaned, folder: Path) -> dict[str, Any]:
-    """Write the rows that stay, what was taken, and bad rows if there are any; return the record with their digests.
+    """Write the kept, the removed, and any bad rows; return the record with their digests.
 
-    Rows of JSON Lines files are copied byte for byte, others written as JSON (a number that is none becomes null).
+    Rows of JSON Lines files are copied byte for byte, others written as JSON (NaN becomes null).
     Raises DataError: a file has changed since it was measured.
     """
     table = cleaned.table

@@ -1,7 +1,7 @@
-"""Turn a configuration's `data:` into what a run trains and evaluates on: samples by number (samples.py).
+"""Open a configuration's `data:` as numbered samples for training and evaluation (samples.py).
 
-All files are tokenized once into shards, or, as a stream (`data.stream`), rows are tokenized when they are read: the
-same path for a few rows at a time, of which nothing is kept. The first rows are checked before all others.
+All files are tokenized once into shards; as a stream (`data.stream`) rows are tokenized when read: the
+same path for a few rows at a time, without a cache. The first rows are checked before all others.
 
 Every rank calls `read_sources`; ranks wait for each other only at a file lock, and no collective runs.
 """
@@ -62,18 +62,18 @@ from optrush.errors import ConfigError, DataError
 from optrush.files import open_file, parse_json, read_text, regular, write_whole
 from optrush.objectives import learnt
 
-# --- A stream: one pass over the files notes where each row begins; from then on any process with a copy of the index
-# reads any row alone. Rows have the numbers that they have in shards, so the same ones are held out.
+# --- A stream: one pass over the files indexes the start of each row; then any process with a copy of the index
+# reads any row. Rows have the same numbers as in shards, so the same ones are held out.
 
 BLOCK_bytes = 1 << 22
 
 
 @dataclass(frozen=True)
 class Index:
-    """Where the lines of a file begin, or the row groups of a Parquet file, and which lines are rows."""
+    """The starts of a file's lines, or of a Parquet file's row groups, and which lines are rows."""
 
     path: Path
-    starts: np.ndarray  # int64: bytes of each line, or the row that each group begins with; the end last
+    starts: np.ndarray  # int64: byte offset of each line, or first row of each group; the end last
     groups: bool
     chosen: np.ndarray | None  # (rows,) int64: positions of the rows among all lines, rising; None: all are rows
 
@@ -93,7 +93,7 @@ class Index:
                     break
 
     def _chunks(self, positions: list[int]) -> Iterator[tuple[Chunk, int]]:
-        """Yield what to read for these lines: (chunk, the last position needed of it)."""
+        """Yield the reads for these lines: (chunk, its last needed position)."""
         if self.groups:
             group = np.searchsorted(self.starts, positions, "right") - 1
             for g, of in groupby(zip(group.tolist(), positions, strict=True), lambda pair: pair[0]):
@@ -106,12 +106,12 @@ class Index:
 
 
 def index(path: Path, kept: np.ndarray | None, text_rows: str, size_bytes: int) -> Index:
-    """Return the index of a file, from one pass over it, without the rows that cleaning did not keep.
+    """Return the index of a file, from one pass over it, without rows removed by cleaning.
 
     Args:
         size_bytes: of the parts that cleaning read.
 
-    Raises DataError: rows of such a file cannot be read alone.
+    Raises DataError: rows of such a file cannot be read separately.
     """
     parts = list(islice(chunks(path, size_bytes, "line"), 1 if kept is None else None))
     suffix, _ = form(path) or ("", "")
@@ -136,7 +136,7 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str, size_bytes: int) 
         file.seek(-1, os.SEEK_END)
         if file.read() != b"\n":
             starts.append(np.array([at]))
-        if suffix in TEXT:  # blank lines are no rows
+        if suffix in TEXT:  # blank lines are not rows
             file.seek(0)
             chosen = np.array([n for n, line in enumerate(file) if line.strip()], np.int64)
     begins = _without_blank_end(path, np.concatenate(starts)) if suffix not in TEXT else np.concatenate(starts)
@@ -149,7 +149,7 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str, size_bytes: int) 
 
 
 def _without_blank_end(path: Path, begins: np.ndarray) -> np.ndarray:
-    """Return where the lines of a file begin, and the end, without the blank lines at its end."""
+    """Return the starts of a file's lines, and the end, without trailing blank lines."""
     with open_file(path) as file:
         while len(begins) > 1:
             file.seek(begins[-2])
@@ -161,7 +161,7 @@ def _without_blank_end(path: Path, begins: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Streamed:
-    """The rows of some files, whose samples are known once they are read: of each one, several or none."""
+    """The rows of files; each gives any number of samples, known once it is read."""
 
     maker: Maker
     work: TokenizeWork
@@ -169,8 +169,8 @@ class Streamed:
     origins: Sequence[tuple[int, float]]  # (files, weight) of each
     T: int | None
     parts: int
-    counts: Counts  # of the first rows alone
-    rows: np.ndarray | None = None  # the numbers of those that are trained on; None: all
+    counts: Counts  # of the first rows only
+    rows: np.ndarray | None = None  # numbers of training rows; None: all
     named: str = "all"
     tokenized = False
 
@@ -185,7 +185,7 @@ class Streamed:
 
     @property
     def spans(self) -> tuple[tuple[int, float], ...]:
-        """(rows, weight) of each origin, one after the other."""
+        """Return (rows, weight) of each origin, in order."""
         ends = self._before[np.cumsum([n for n, _ in self.origins])].clip(max=self.total)
         ends = ends if self.rows is None else np.searchsorted(self.rows, ends)
         sizes = np.diff(ends, prepend=0).tolist()
@@ -204,11 +204,11 @@ class Streamed:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def describe(self) -> str:
-        """Return the counts that are known in a line."""
+        """Return the known counts in a line."""
         return f"{len(self)} rows, tokenised while training"
 
     def read(self, numbers: Sequence[int]) -> SampleChunk:
-        """Tokenize the rows of these numbers; raises DataError for a bad row unless those are set aside."""
+        """Tokenize the rows with these numbers; raises DataError for a bad row unless bad rows are set aside."""
         shelf = self._shards(np.asarray(numbers) if self.rows is None else self.rows[list(numbers)])
         found = view(shelf, T=self.T, how=self.work.config.data.too_long, some=False)
         found.counts.marked, found.counts.keys = shelf.marked, shelf.keys
@@ -216,18 +216,18 @@ class Streamed:
         return SampleChunk(samples, len(numbers), [row for _, row in shelf.refused], found.counts)
 
     def documents(self, i: int = 0) -> Any:
-        """Raise ConfigError: what other sources return is not known here."""
+        """Raise ConfigError: a stream does not know it."""
         asked, found = "the samples before the data is read", "`data.stream`: no row is tokenized yet"
         raise ConfigError(asked, found, "leave data.stream out")
 
     lengths = targets = documents
 
     def digests(self) -> np.ndarray:
-        """Return those that are known before the rows are read: none."""
+        """Return none: samples are unknown before the rows are read."""
         return np.zeros(0, np.int64)
 
     def training(self, held: np.ndarray, named: str, *_: object) -> Streamed:
-        """Return the rows without those of a mask (rows,) bool."""
+        """Return the rows outside a mask (rows,) bool."""
         return replace(self, rows=np.flatnonzero(~held), named=named) if held.any() else self
 
     def held_out(self, held: np.ndarray, named: str, T: int, how: str) -> Dataset:
@@ -258,7 +258,7 @@ class Streamed:
         return [rows[n] for n in numbers]
 
 
-# --- Cleaning once: which rows `data.clean` keeps, stored next to the tokenized data under a key of its own.
+# --- Cleaning once: the rows kept by `data.clean`, stored next to the tokenized data under a separate key.
 
 FORMAT = 3  # of the stored result
 
@@ -266,9 +266,9 @@ FORMAT = 3  # of the stored result
 def kept_rows(
     config: Config, tokens: Tokens, paths: Sequence[Path], say: Say
 ) -> tuple[list[np.ndarray], str, dict[str, Any]]:
-    """Clean, or return the stored result: which rows stay, by file; a digest that names them; cleaning.json.
+    """Clean, or return the stored result: kept rows by file, their digest, and cleaning.json.
 
-    One process of a machine cleans; small data is cleaned by each. Raises UserError as `clean_files`.
+    One process per machine cleans; each cleans small data. Raises UserError like `clean_files`.
     """
     data, settings = config.data, config.data.clean
     assert settings is not None
@@ -308,7 +308,7 @@ def kept_rows(
 # --- The checks of the first rows, before step 0; each error shows one row.
 #
 # Each of these faults trains without a sign and shows only in the model: it learns nothing, never stops, expects two
-# begin-of-text tokens, or answers a first question otherwise than it was trained to.
+# begin-of-text tokens, or answers a first question differently than trained.
 
 SAMPLES = 200  # rows that are checked
 
@@ -330,8 +330,8 @@ def probe_rows(
 
     Args:
         samples: the first rows as they were read, about SAMPLES of them.
-        documents: what is trained on of each sample, after cutting to T; nothing where it was dropped or refused.
-        rows: of the whole corpus, of which `truncated` lost their end; more than the share `most_truncated` is a fault.
+        documents: training documents of each sample, after cutting to T; empty if dropped or rejected.
+        rows: of the whole corpus; `truncated` of them lost their end, at most the fraction `most_truncated`.
     """
     if not samples:
         return
@@ -368,7 +368,7 @@ def _stops(samples: Samples, documents: DocumentLists, whole: DocumentLists, tok
 
 
 def _show(tokens: Tokens, sample: tuple[RowLocation, Row], documents: Sequence[Document]) -> str:
-    """Return a row's place and its first and last tokens as text, in one line."""
+    """Return a row's place and its first and last tokens as one line of text."""
     if not documents:
         return f"at {sample[0]}"
     return f"at {sample[0]}: '{tokens.shown(documents[0].ids.tolist())}'"
@@ -376,7 +376,7 @@ def _show(tokens: Tokens, sample: tuple[RowLocation, Row], documents: Sequence[D
 
 # --- The sources of a run.
 
-SAMPLE_ROWS = 1000  # conversations of a sample, unless data.max_samples is given
+SAMPLE_ROWS = 1000  # conversations of a built-in sample, unless data.max_samples is given
 RANDOM_DOCUMENTS = 4096  # of `data.random: true`
 
 
@@ -388,7 +388,7 @@ class Sources:
     held_out: SampleSource | None
     fingerprint: str
     summary: str  # counts, for people
-    too_long: int = 0  # rows longer than T, of what is evaluated (of all, where nothing is held out)
+    too_long: int = 0  # held-out rows longer than T (of all, without held-out data)
     refused: Sequence[BadRow] = ()  # bad rows, set aside
     cleaned: dict[str, Any] | None = None  # the record of data.clean
 
@@ -401,21 +401,21 @@ def read_sources(
     data: str | None = None,
     cut: bool = True,
 ) -> Sources:
-    """Read and tokenize the data of a run, or map the shards of an earlier one; raises DataError with file and line.
+    """Read and tokenize a run's data, or map cached shards; raises DataError with file and line.
 
     Args:
         tokens: the tokenizer; None only for random tokens.
         vocab: ids that the model has an embedding for.
-        progress: called with a line now and then, where reading takes long.
-        data: a file to read as the held-out part, in place of the configuration's (`optrush eval --data`).
-        cut: False leaves training documents longer than T whole, for a layout that cuts them itself.
+        progress: called with a status line during long reads.
+        data: a held-out file that replaces the configuration's (`optrush eval --data`).
+        cut: False keeps training documents longer than T whole, for a layout that cuts them itself.
     """
     d, T = config.data, config.batch.seq
     if d.random is not None and data is None:
         return _random(config, vocab)
     assert tokens is not None
     reading = _Reading(Maker(config, tokens, vocab), progress or pool.silent)
-    how = d.too_long if cut else "split"  # of what is evaluated: no row of T tokens has room for more
+    how = d.too_long if cut else "split"  # for evaluation: no row has room for more than T tokens
     if data is not None:
         only = _completed(config, reading.evaluation(data, how))
         return reading.sources(only, only)
@@ -450,14 +450,14 @@ def read_sources(
 
 
 def _completed(config: Config, samples: Source) -> Source:
-    """Return judged answers with their mismatched documents; other samples as they are, and those of a stream."""
+    """Return judged answers with their mismatched documents; other samples and streams unchanged."""
     if config.objective != JUDGED or not isinstance(samples, Dataset):
         return samples
     return mismatched(samples, config.batch.seq, config.data.too_long)
 
 
 def _refuse_same(paths: Sequence[Path], held_out: Sequence[Path], named: str) -> None:
-    """Raise DataError if a file of the held-out data is trained on, or has the contents of one that is."""
+    """Raise DataError if a held-out file is trained on, or has the same contents as a training file."""
     sizes: dict[int, list[Path]] = {}
     for path in paths:
         sizes.setdefault(path.stat().st_size, []).append(path)
@@ -469,7 +469,7 @@ def _refuse_same(paths: Sequence[Path], held_out: Sequence[Path], named: str) ->
 
 
 def _count_known(train: Source, held_out: Dataset, named: str | float | None) -> None:
-    """Count the held-out samples that are trained on, too; raises DataError if all of a file's are."""
+    """Count held-out samples that are also trained on; raises DataError if all of a file are."""
     both = np.isin(held_out.digests(), train.digests())
     held_out.counts.known = int(both.sum())
     if both.all() and isinstance(named, str):
@@ -482,10 +482,10 @@ def _trained_on(named: str, found: str) -> DataError:
 
 
 def held_rows(rows: int, fraction: float, seed: int, whole_texts: bool = False) -> np.ndarray:
-    """Return which rows are held out, (rows,) bool: the same for the same rows and seed, whatever they contain.
+    """Return which rows are held out, (rows,) bool: depends only on the number of rows and the seed.
 
     Args:
-        whole_texts: rows are text files, which paragraphs or lines would make more of.
+        whole_texts: rows are text files, which could be split into paragraphs or lines.
     """
     n = round(fraction * rows)
     if not 0 < n < rows:
@@ -511,7 +511,7 @@ def _random(config: Config, vocab: int) -> Sources:
 
 @contextmanager
 def _places(config: Config) -> Iterator[tuple[list[Path], list[tuple[int, float]]]]:
-    """Yield the training files, and (files, weight) of each origin; those of a sample are removed afterwards."""
+    """Yield the training files, and (files, weight) of each origin; a built-in sample's files are removed after."""
     d = config.data
     if d.sample is not None:
         with tempfile.TemporaryDirectory() as folder:
@@ -549,7 +549,7 @@ class _Reading:
         return self.maker.config
 
     def work(self, paths: Sequence[Path], clean: bool) -> TokenizeWork:
-        """Return what is to be tokenized."""
+        """Return the tokenization job."""
         config, tokens = self.config, self.maker.tokens
         if not clean:
             return TokenizeWork(config, tokens, tuple(paths), say=self.say)
@@ -585,7 +585,7 @@ class _Reading:
         for i, of in enumerate(shelf.starts().searchsorted(found.at, "right") - 1):
             documents[of] += found.documents(i)
         self._first = samples, documents
-        if len(found):  # else all were too long, and what is left is counted later
+        if len(found):  # else all were too long, and the rest is counted later
             self.probe(len(samples) if d.stream else 0, found.counts.truncated)
 
     def probe(self, rows: int, truncated: int) -> None:
@@ -595,7 +595,7 @@ class _Reading:
         probe_rows(*self._first, self.maker.tokens, how, rows=rows, truncated=truncated, most_truncated=most)
 
     def shelf(self, work: TokenizeWork, T: int | None, most: int | None) -> TokenShards:
-        """Return the shards of at most so many rows."""
+        """Return the shards of at most this many rows."""
         shelf = TokenShards(work.files)
         with closing(tokenize.tokenized(work, most)) as shards:
             for made in shards:
@@ -626,7 +626,7 @@ class _Reading:
                 raise DataError(f"`data.columns: {{{key}: {name}}}`", found, "use a key of the rows, or remove it")
 
     def evaluation(self, path: str, how: str) -> Dataset:
-        """Return all of a file, to be evaluated on."""
+        """Return a whole file for evaluation."""
         T = self.config.batch.seq
         work = self.work(readers.find_files(path, cache_root(self.config.data.cache)), clean=False)
         shelf = self.shelf(work, T if how == "error" else None, None)

@@ -1,4 +1,4 @@
-"""Download an image that a row names by an address of the web: in a bounded time, and never from the own network."""
+"""Download an image from a row's web address: in bounded time, and never from a private network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOWNLOAD_s = 60.0  # with the name's address, all redirects and the head of the 
 
 
 def is_outside(address: str) -> bool:
-    """Return whether an IP address is one of the public network, also where it holds an IPv4 address."""
+    """Return whether an IP address is public, also if it embeds an IPv4 address."""
     found: Any = ipaddress.ip_address(address)
     if found.version == 6:
         within = found.ipv4_mapped or found.sixtofour
@@ -31,7 +31,7 @@ def is_outside(address: str) -> bool:
 
 
 class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Opens addresses of the public network alone; whatever is open after DOWNLOAD_s is ended."""
+    """Opens only public addresses; connections open after DOWNLOAD_s are closed."""
 
     def __init__(self) -> None:
         urllib.request.HTTPSHandler.__init__(self)
@@ -52,7 +52,7 @@ class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPHandler, urlli
             held.close()
 
     def redirect_request(self, *given: Any) -> urllib.request.Request | None:
-        if not given[-1].startswith(REMOTE):  # ftp, which urllib would follow
+        if not given[-1].startswith(REMOTE):  # such as ftp, which urllib would follow
             raise ValueError(f"it leads to {quoted(given[-1][:80])}")
         return super().redirect_request(*given)
 
@@ -64,9 +64,9 @@ class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPHandler, urlli
 
     def answer(self, kind: type[http.client.HTTPConnection], req: urllib.request.Request) -> Any:
         parts = urlsplit(req.full_url)
-        proxied = parts.netloc != req.host  # by the environment, whose proxy may well be one of the own network
+        proxied = parts.netloc != req.host  # by the environment; a proxy may be in a private network
         if proxied:
-            with suppress(socket.gaierror):  # the proxy resolves names of its own
+            with suppress(socket.gaierror):  # the proxy resolves names itself
                 _places(parts.hostname or "", parts.port)
 
         def connection(host: str, **given: Any) -> Any:
@@ -77,7 +77,7 @@ class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPHandler, urlli
         return self.do_open(connection, req)
 
     def reach(self, trusted: bool, place: tuple[str, int], timeout: float, _: Any) -> socket.socket:
-        """Connect to a checked address. A second lookup of the name could return another one."""
+        """Connect to a checked address: a second lookup could return another one."""
         error: OSError | None = None
         for found in [place[0]] if trusted else _places(*place):
             try:
@@ -85,7 +85,7 @@ class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPHandler, urlli
             except OSError as failed:
                 error = failed
                 continue
-            self.sockets.append(made.dup())  # TLS takes the socket itself over
+            self.sockets.append(made.dup())  # TLS takes over the socket
             if self.late:
                 self.end()
             return made
@@ -93,7 +93,7 @@ class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPHandler, urlli
 
 
 def _places(host: str, port: int | None) -> list[str]:
-    """Return the IP addresses of a name; raises ValueError: one is none of the public network."""
+    """Return the IP addresses of a name; raises ValueError if one is not public."""
     found = [str(one[4][0]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for one in found:
         if not is_outside(one):
@@ -104,7 +104,7 @@ def _places(host: str, port: int | None) -> list[str]:
 def download(address: str, most: int) -> bytes:
     """Return the bytes at an address.
 
-    Raises ValueError: none come in time, more than `most`, or the address is none of the public network.
+    Raises ValueError: a timeout, more than `most` bytes, or an address that is not public.
     """
     parts, left = list[bytes](), most
     with closing(_Web()) as web:

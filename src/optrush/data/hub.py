@@ -1,4 +1,4 @@
-"""Fetch data into the cache: sets of the hub by the library `datasets`, as Parquet; files of a store by fsspec."""
+"""Fetch data into the cache: hub data sets with the library `datasets`, as Parquet; store files with fsspec."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def fetch(asked: str, repository: str, configuration: str | None, split: str, ca
         try:
             rows = datasets.load_dataset(repository, configuration, split=split)
             rows.to_parquet(part := os.path.join(fresh, file.name))
-        except Exception as error:  # of the library, and of those below it
+        except Exception as error:  # from the library and its dependencies
             found = f"{type(error).__name__}: {first_line(error)}"
             raise DataError(asked, found, "check the name, the split and the network") from error
         os.replace(part, file)
     return file
 
 
-# Libraries that fsspec needs for these; it has others itself, as file, memory and http.
+# Libraries that fsspec needs for these; file, memory and http are built in.
 LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs",
              "abfs": "adlfs", "http": "aiohttp", "https": "aiohttp"}  # fmt: skip
 
 
 def open_store(asked: str, url: str) -> tuple[Any, str]:
-    """Return what reads and writes at an address, and the path there.
+    """Return the file system of an address, and the path in it.
 
     Raises:
         DataError: no such kind of address.
@@ -78,9 +78,9 @@ def open_store(asked: str, url: str) -> tuple[Any, str]:
 
 
 def fetch_remote(asked: str, url: str, cache: Path | None) -> Path:
-    """Return a copy of what an address names in the cache: a file, or a folder of the files in it or that match.
+    """Return the cached copy of an address: a file, or a folder with its files or matches.
 
-    A copy belongs to the address and to what the store says of each file (its size, time or tag): a changed file is
+    A copy belongs to the address and the store's metadata of each file (size, time or tag): a changed file is
     fetched again.
 
     Raises:
@@ -119,7 +119,7 @@ def fetch_remote(asked: str, url: str, cache: Path | None) -> Path:
 
 
 def cache_folder(folder: Path) -> Path:
-    """Make a folder of the cache, and return it. Raises DataError where that is impossible."""
+    """Create a cache folder and return it. Raises DataError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):

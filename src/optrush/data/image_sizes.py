@@ -1,4 +1,4 @@
-"""Compute the prepared size of an image and the number of its tokens, as a base's image processor. Pure Python."""
+"""Compute an image's prepared size and number of tokens like a base's image processor. Pure Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOUNDS = "data.min_pixels", "data.max_pixels"
 def processed_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
     """Return the height and width that the image processor makes of an image's, multiples of `factor`.
 
-    To the pixel what `smart_resize` of transformers returns, which needs no import here. Raises ValueError: too narrow.
+    Matches transformers' `smart_resize` exactly, without its import. Raises ValueError: too narrow.
     """
     if max(height, width) > NARROW * min(height, width):
         raise ValueError(f"{width} x {height} pixels; at most {NARROW} times as long as wide")
@@ -35,14 +35,14 @@ def processed_size(height: int, width: int, factor: int, least: int, most: int) 
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """The sizes of a base's images: a patch has `patch` pixels a side, a placeholder `merge` patches a side."""
+    """The sizes of a base's images: a patch has `patch` pixels per side, a placeholder `merge` patches per side."""
 
     spec: TowerSpec
     patch: int
     merge: int
-    least: int  # pixels of an image, as it is prepared
+    least: int  # pixels of a prepared image
     most: int
-    extra: int = 0  # placeholders besides those of the patches: of a class token
+    extra: int = 0  # placeholders besides the patches': for a class token
 
     @property
     def factor(self) -> int:
@@ -78,7 +78,7 @@ class ImageSizes:
         return high // self.patch, wide // self.patch
 
     def _within(self, height: int, width: int) -> tuple[int, int]:
-        """Return the largest size within the most pixels; of a narrow image one side is a placeholder."""
+        """Return the largest size within the pixel limit; a narrow image has one side of one placeholder."""
         scale, one = math.sqrt(self.most / (height * width)), self.factor
         high, wide = (math.floor(scale * n / one) * one for n in (height, width))
         longest = self.most // one**2 * one
@@ -97,10 +97,10 @@ def sizes_of(hf: Any, given: Callable[[str], Any], least: int | None, most: int 
 
     Args:
         hf: its config.json.
-        given: returns what its image processor has by a name, or None.
+        given: returns a setting of its image processor, or None.
         least, most: `data.min_pixels` and `data.max_pixels`.
 
-    Raises NeedsError: bounds that its processor does not have, or of which the first is larger.
+    Raises NeedsError: bounds that its processor does not have, or min above max.
     """
     spec, vision = tower_spec(hf), vision_config(hf)
     assert spec is not None

@@ -1,4 +1,4 @@
-"""Estimate the lengths of a run's documents from characters, for the plan, which does not tokenize. Pure."""
+"""Estimate a run's document lengths from characters, for the plan, which does not tokenize. Pure."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ ROWS = 200  # looked at
 FILES = 8  # that they come from, if there are more
 MOST_CHARS = 4 << 20
 CHARS_A_TOKEN = 4.0  # of English, without a tokenizer; the usual rule of thumb
-TOKENS_A_TURN = 5  # of a template around a turn: two marks, the role and two ends of lines
+TOKENS_A_TURN = 5  # of a template around a turn: two marks, the role and two newlines
 PROBED = 40  # rows that the tokenizer is tried on
-RANDOM, SAMPLES = 4096, 1000  # documents of `data.random: true`, conversations of a sample, where none are counted
-FEW = 20  # rows of a file in which images are looked for
+RANDOM, SAMPLES = 4096, 1000  # documents of `data.random: true`; conversations of a built-in sample
+FEW = 20  # rows of a file searched for images
 MOST_BYTES = 256 << 20  # read to count lines
 
 
 class Fill(NamedTuple):
     """How documents fill rows of T slots, by estimate."""
 
-    padding: float  # share of the slots that hold no token, where a row holds one document
-    reach: float  # a token's document as a share of T, on average over the tokens; a pair is two documents
+    padding: float  # fraction of empty slots with one document per row
+    reach: float  # mean over tokens of document length / T; a pair is two documents
 
 
 class _Read(NamedTuple):
@@ -46,7 +46,7 @@ class _Read(NamedTuple):
 
 
 def estimate_fill(config: Config) -> Fill:
-    """Estimate how the run's data fills its rows; of unknown lengths, each row counts as full of one document.
+    """Estimate how the run's data fills its rows; with unknown lengths each row is one full document.
 
     Raises DataError: a local file is not there.
     """
@@ -62,12 +62,12 @@ def estimate_fill(config: Config) -> Fill:
 
 
 def estimate_longest(config: Config) -> int | None:
-    """Estimate the tokens of the longest of the first rows; None: not known."""
+    """Estimate the tokens of the longest of the first rows; None: unknown."""
     return math.ceil(max(lengths)) if any(lengths := _lengths(config)) else None
 
 
 def estimate_mean(config: Config) -> float:
-    """Estimate the mean tokens of the first rows; T: not known."""
+    """Estimate the mean tokens of the first rows; T: unknown."""
     lengths = _lengths(config)
     return sum(lengths) / len(lengths) if any(lengths) else config.batch.seq
 
@@ -88,7 +88,7 @@ def estimate(
 
     Args:
         tokenizer: its folder; anything else, or None: by `CHARS_A_TOKEN`.
-        base: the model's folder, which says how many tokens an image has.
+        base: the model's folder, which determines the tokens per image.
     """
     if data.sample == "recipes":
         from optrush.data.sample import conversations, preferences
@@ -119,7 +119,7 @@ class FirstImages(NamedTuple):
 
 
 def first_images(config: Config) -> FirstImages | None:
-    """Return the images that the first rows have; None: they have none."""
+    """Return the images of the first rows; None if they have none."""
     files = [file for origin in config.data.origins for file in _spread(_files(origin.path), 1)]
     rows = [row for file in files for row in _texts(file, config.data, FEW, config.objective == JUDGED)]
     if not any(row.images for row in rows):
@@ -134,7 +134,7 @@ def first_images(config: Config) -> FirstImages | None:
 
 
 def estimate_tokens(config: Config) -> float | None:
-    """Estimate the tokens of one epoch, all sources counted by their weights; None: not known."""
+    """Estimate the tokens of one epoch, with sources weighted; None: unknown."""
     data, T = config.data, config.batch.seq
     if data.random is not None:
         return float(RANDOM if data.random is True else data.random) * T
@@ -146,7 +146,7 @@ def estimate_tokens(config: Config) -> float | None:
 
 
 def estimate_rows(config: Config) -> float | None:
-    """Estimate the rows of one epoch, without those held out; None: not known."""
+    """Estimate the rows of one epoch, without held-out rows; None: unknown."""
     data = config.data
     rows: float | None = float(SAMPLES) if data.sample is not None else _rows(data)
     if rows is None:
@@ -156,7 +156,7 @@ def estimate_rows(config: Config) -> float | None:
 
 
 def run_tokens(config: Config) -> float | None:
-    """Estimate the tokens of the whole run; None: not known."""
+    """Estimate the tokens of the whole run; None: unknown."""
     if config.train.steps is not None:
         return float(config.train.steps) * config.batch.tokens
     epoch = estimate_tokens(config)
@@ -164,7 +164,7 @@ def run_tokens(config: Config) -> float | None:
 
 
 def _rows(data: Data) -> float | None:
-    """Count the rows of JSON Lines by their line ends; None: files of another kind, or too many of them."""
+    """Count the rows of JSON Lines by newlines; None: other files, or too many."""
     rows, left = 0.0, MOST_BYTES
     for origin in data.origins:
         for file in _files(origin.path):
@@ -199,12 +199,12 @@ def _spread(files: Sequence[Path], most: int) -> list[Path]:
 
 
 def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[_Read]:
-    """Yield the first rows of a file; bad rows are left out."""
+    """Yield the first rows of a file; bad rows are skipped."""
     from optrush.data.readers import attempts
     from optrush.data.schema import Chat, Judged, RowRules, parse_row, parts_of, row_text
     from optrush.errors import UserError
 
-    kind = JUDGED if judged else "grpo"  # which reads prompts without an answer, too
+    kind = JUDGED if judged else "grpo"  # also reads prompts without an answer
     left, rules = MOST_CHARS, RowRules(kind, tuple(data.columns.items()), tuple(data.roles.items()))
     try:
         for where, found in islice(attempts(file, data.reading), most):
@@ -217,7 +217,7 @@ def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[_Read]:
             if row is not None:
                 chats = [part for part in parts_of(row) if isinstance(part, Chat)]
                 turns = sum(len(part.messages) for part in chats)
-                times = 1 + isinstance(row, Judged)  # with the answer of another row, about as much again
+                times = 1 + isinstance(row, Judged)  # with another row's answer, about twice as much
                 text = row_text(row) * times
                 left -= len(text)
                 yield _Read(text, turns * times, [one for part in chats for one in part.images], file.parent)
@@ -226,7 +226,7 @@ def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[_Read]:
 
 
 def _chars_a_token(folder: str | None, texts: Sequence[str]) -> float:
-    """Return the characters of these texts for each token of a folder's tokenizer; the rule of thumb without one."""
+    """Return these texts' characters per token of a folder's tokenizer; a rule of thumb without one."""
     file = Path(folder or "") / "tokenizer.json"
     if not texts or not file.is_file():
         return CHARS_A_TOKEN
@@ -241,7 +241,7 @@ def _chars_a_token(folder: str | None, texts: Sequence[str]) -> float:
 
 @cache
 def _opened(file: Path, _: int) -> Tokenizer | None:
-    """Return the tokenizer of a file; None for one that only a process with limits may read."""
+    """Return the tokenizer of a file; None if only a limited process may read it."""
     from tokenizers import Tokenizer
 
     if check_sizes(file.parent):

@@ -1,4 +1,4 @@
-"""Render conversations by a chat template, and prove which characters of the text the assistant wrote.
+"""Render conversations with a chat template, and prove which characters the assistant wrote.
 
 A mask that is shifted trains a wrong model without a sign. `Masker` proves the mask of any conversation by rendering it
 twice; `Layout` proves it by one comparison for conversations of plain texts whose shape was proven before.
@@ -29,32 +29,32 @@ from optrush.data.images import MARK
 from optrush.data.schema import Chat, Message, RowLocation
 from optrush.errors import ConfigError, DataError
 
-# --- A chat template: compiled once, rendered in the sandbox, and probed for what it does with a conversation's parts.
+# --- A chat template: compiled once, rendered in the sandbox, and probed for its handling of a conversation's parts.
 #
-# Templates differ in what they take (a text, or a list of parts; a call's arguments as an object, or as JSON) and drop
+# Templates differ in their inputs (a text or a list of parts; a call's arguments as object or JSON) and drop
 # unknown parts silently. Rendering placeholders shows both; the source is never read.
 
 
 LONGEST_RENDER_chars = 32 * 2**20
-# What rendering raises: filters check with `assert`, and Python compiles what Jinja writes.
+# Exceptions of rendering: filters check with `assert`, and Python compiles Jinja's output.
 RENDERING = (
     TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError,
     SyntaxError,
 )  # fmt: skip
 MEND = "fix the row, or use another template (model.chat_template)"
-MEAN_RENDER_s = 0.25  # the slowest templates that are in use take 0.02 s for a long conversation
+MEAN_RENDER_s = 0.25  # the slowest templates in use take 0.02 s for a long conversation
 MOST_BITS = 10_000  # of an integer that a template computes
-MOST_ERROR_chars = 200  # of a template's own error that is shown
+MOST_ERROR_chars = 200  # shown of a template's own error
 SHOWN = 4  # things left out that an error message names
-SHOWN_chars = 100  # of a difference that an error message shows
+SHOWN_chars = 100  # shown of a difference
 PLACEHOLDER = "97351{:06}"  # digits pass through quoting, escaping and capitals as they are
-TEMPLATE = RowLocation(Path("the template"), 0)  # the place of a conversation that is in no file
+TEMPLATE = RowLocation(Path("the template"), 0)  # place of a conversation outside files
 
 Shown = dict[str, Any]  # a message as a template gets it
 
 
 class RenderLimits:
-    """Limits what the code of a template takes, which may be anybody's: seconds a rendering, memory in a block.
+    """Limits untrusted template code: seconds per rendering, memory per block.
 
     A timer's signal ends a rendering, and a limit of the address space lets allocations fail. Time is the processor's,
     so that a process that is stopped and resumed loses none. Blocks nest: the outermost sets both limits, once for many
@@ -109,12 +109,12 @@ class RenderLimits:
             raise _monstrous(f"more than {self.seconds:g} s of CPU time")
 
 
-TICKS = 10  # of the timer while a rendering takes as long as it may
+TICKS = 10  # timer ticks within the time limit of a rendering
 LIMITS = RenderLimits(seconds=10, memory_bytes=1 << 30)
 
 
 def _monstrous(what: str) -> ConfigError:
-    """Return the error of a template that takes too much; no bad row, for the template is at fault."""
+    """Return the error of a template that exceeds limits; not a bad row, because the template is at fault."""
     return ConfigError("to render messages", f"the chat template takes {what}", "use another: model.chat_template")
 
 
@@ -139,12 +139,12 @@ class Template:
     """A template's source with the names of the tokenizer's special tokens that it may write."""
 
     def __init__(self, source: str, special: Mapping[str, Any], frame: tuple[str, str] = ("", "")) -> None:
-        """frame: what it writes for an image, and what is written instead; "": as it is."""
+        """frame: its text for an image, and the replacement; "": unchanged."""
         self.source, self._frame = source, frame
         self._special = dict(special)
 
     def shown(self, message: Message) -> Shown:
-        """Return the message in the form that the template takes."""
+        """Return the message in the template's input form."""
         shown = message.shown()
         if message.calls and self._json_arguments:
             shown["tool_calls"] = [
@@ -176,7 +176,7 @@ class Template:
         return rendered
 
     def check(self, chat: Chat, where: RowLocation) -> None:
-        """Raises DataError where the template leaves out the tools, a call, or a turn that is not the assistant's."""
+        """Raise DataError if the template leaves out the tools, a call, or a turn that is not the assistant's."""
         names: dict[str, str] = {}
 
         def place(name: str) -> str:
@@ -211,7 +211,7 @@ class Template:
         return frozenset(text for text in texts - plain if len(text.strip()) > 1)
 
     def _render(self, turns: Sequence[Shown], tools: Sequence[Any] = (), prompt: bool = False) -> str:
-        # As apply_chat_template, without its copies of the data, which come from JSON and are plain already.
+        # Like apply_chat_template, without copying the data, which is plain JSON already.
         with LIMITS:
             rendered = self._compiled.render(
                 messages=turns, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **self._special
@@ -221,7 +221,7 @@ class Template:
 
     @cached_property
     def _environment(self) -> Any:
-        """Transformers' environment for templates, in which no integer becomes monstrous."""
+        """Transformers' template environment, with bounded integers."""
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         environment = _compile_jinja_template("").environment.overlay()
@@ -266,7 +266,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _around_images(content: str) -> list[dict[str, Any]]:
-    """Return a content as parts, of which those between two texts are images."""
+    """Return a content as parts: texts with images between them."""
     first, *rest = content.split(MARK)
     found = _parts(first) if first else []
     for text in rest:
@@ -282,15 +282,15 @@ def _json(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-# --- Which characters of a rendered conversation the assistant wrote, proven or refused, never guessed.
+# --- The assistant's characters in a rendered conversation: proven or rejected, never guessed.
 #
 # The conversation is rendered twice: once as it is, once with every text that the assistant wrote (a content, a
 # reasoning, a call's name, a value of its arguments) between two marks. Without the marks, the second must equal the
-# first, character by character; then the text between the marks is what the assistant wrote.
+# first, character by character; then the text between the marks is the assistant's.
 #
-# A turn of nothing but content is learnt from its text to the end-of-turn token behind it. Where reasoning or calls are
-# written, what the template puts around them (`<tool_call>`, a channel) must be learnt too. Such a turn begins where
-# the header ends (that of the same turn with nothing but content, or the generation prompt), and ends where the render
+# The targets of a content-only turn are its text and the end-of-turn token. Where reasoning or calls are
+# written, the template's text around them (`<tool_call>`, a channel) is a target, too. Such a turn starts where
+# the header ends (of the same turn with only content, or of the generation prompt), and ends where the render
 # of the conversation up to it ends.
 
 
@@ -305,16 +305,16 @@ MEND_EARLIER = (
     "train on the last answer only (data.train_on: last), on each answer as its own row (data.split_turns: true), "
     "or use another template (model.chat_template)"
 )
-MOST_TURNS = 1000  # if each turn needs a render of its own
-MOST_STEADY = 2000  # of which each is rendered with the turns before it
+MOST_TURNS = 1000  # if each turn needs its own render
+MOST_STEADY = 2000  # each is rendered with the turns before it
 THINKING = re.compile("(</?think>)")
 
 
 class CharSpan(NamedTuple):
-    """Characters [start, end) to be learnt.
+    """Target characters [start, end).
 
     `stops` are the tokens that end the turn, one in most templates: they follow, perhaps after white space, or, if the
-    span is `closed`, the last of them is its end. Before another turn, only the first of several must be there.
+    span is `closed`, the last of them is its end. Before another turn, only the first of several is required.
     """
 
     start: int
@@ -324,7 +324,7 @@ class CharSpan(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A text that the assistant wrote, as it is in the row."""
+    """A text of the assistant, as in the row."""
 
     turn: int
     name: str
@@ -343,12 +343,12 @@ class EndMarks:
     """The added tokens that can end a turn."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
-        # Some vocabularies list runs of spaces or newlines as added tokens; those end no turn.
+        # Some vocabularies list runs of spaces or newlines as added tokens; these end no turn.
         self.tokens = [t for t in tokens if t.replace("▁", " ").strip()]
         self._pattern = any_of(self.tokens)
 
     def first(self, text: str) -> tuple[str, ...]:
-        """Return the tokens that the text begins with, one directly after the other; leading white space is skipped."""
+        """Return the consecutive tokens at the start of the text; leading white space is skipped."""
         text, found = text.lstrip(), list[str]()
         while token := self._pattern.match(text):
             found.append(token[0])
@@ -364,7 +364,7 @@ class EndMarks:
 class Masker:
     """One conversation under one template; `turns` are the turns to find, by number.
 
-    `checked`: one of the same shape left nothing out, as roles and places decide.
+    `checked`: a conversation of the same shape was rendered completely.
 
     Raises DataError: the template fails, or leaves out something that the assistant did not write.
     """
@@ -384,15 +384,15 @@ class Masker:
             template.check(chat, where)
         self._shown = [template.shown(message) for message in chat.messages]
         self.rendered = self._render(self._shown)  # the conversation as the template writes it
-        # Digits pass through quoting, escaping and capitals as they are; no other 9 is in these, so none overlap.
+        # Digits survive quoting, escaping and case changes; these have no other 9, so they cannot overlap.
         salt = next(salt for n in count(0o7351) if (salt := f"9{n:o}") not in self.rendered)
         self._open, self._close = f"{salt}:", f"{salt};"
         self._marked = re.compile(f"{self._open}([0-9]+):(.*?){self._close}", re.DOTALL)
-        # A template that takes reasoning out of a content writes the `<think>` that such a content lacks, before it.
+        # A template that extracts reasoning from a content writes the missing `<think>` before it.
         self._cut(split=any(_unopened(chat.messages[i].content) for i in turns))
 
     def check_thoughts(self) -> None:
-        """Raises DataError where all tokens are learnt, and the template leaves out a turn's reasoning."""
+        """Raise DataError if all tokens are targets and the template leaves out a turn's reasoning."""
         last = max((i for i, turn in enumerate(self._chat.messages) if turn.role == "assistant"), default=0)
         for i, turn in enumerate(self._chat.messages):
             if turn.reasoning and turn.learnt and turn.reasoning.strip() not in self.rendered:
@@ -400,7 +400,7 @@ class Masker:
                 raise self._refused(found, KEEP_THOUGHTS.format(turn.thoughts) if i == last else MEND_EARLIER)
 
     def spans(self) -> list[CharSpan]:
-        """Return what is learnt of each of the turns, in order; raises DataError if it cannot be proven."""
+        """Return the target spans of the turns, in order; raises DataError if they cannot be proven."""
         found: dict[int, list[Found]] = {i: [] for i in self._turns}
         for leaf in self._proven():
             found[self._leaves[leaf.leaf].turn].append(leaf)
@@ -418,7 +418,7 @@ class Masker:
         return spans
 
     def check_steady(self) -> None:
-        """Raises DataError where later turns change how the template writes one of these: a prompt would differ."""
+        """Raise DataError if later turns change how the template writes one of these: a prompt would differ."""
         if len(self._turns) > MOST_STEADY:
             raise self._refused(f"{len(self._turns)} answers to compare; the limit is {MOST_STEADY}", MEND_EARLIER)
         for i in self._turns:
@@ -429,7 +429,7 @@ class Masker:
                 raise DataError(asked, found, MEND_EARLIER)
 
     def _changes(self, i: int) -> tuple[str, str] | None:
-        """Return what later turns change of the text up to the end of turn `i`: (without them, with them), or None."""
+        """Return the text up to the end of turn `i` (without, with) later turns if it differs, else None."""
         tail = self._until(i)[-1]
         alone = self._render(self._shown[: i + 1])
         alone = alone[: len(alone) - len(tail) + len(_ending(tail, "".join(self._marks.first(self._plain(i, 0)[1]))))]
@@ -467,7 +467,7 @@ class Masker:
         return self._render(turns)
 
     def _prove(self, texts: Mapping[int, str]) -> list[Found]:
-        """Return the places of these leaves in the rendered text, if it is made of exactly them; else nothing."""
+        """Return the places of these leaves in the rendered text if it consists of exactly them; else nothing."""
         pieces = self._marked.split(self._with(texts))
         found, text, at = list[Found](), [pieces[0]], len(pieces[0])
         for k, inner, piece in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
@@ -477,14 +477,14 @@ class Masker:
         seen = Counter(f.leaf for f in found)
         if "".join(text) != self.rendered or seen.keys() != texts.keys():
             return []
-        for k, start, end in found:  # texts of a call may be quoted, and its answer may repeat a call's name
+        for k, start, end in found:  # a call's texts may be quoted, and an answer may repeat a call's name
             called = self._leaves[k].name.startswith("tool_calls")
             if not called and (seen[k] > 1 or self.rendered[start:end] != texts[k]):
                 return []
         return found
 
     def _proven(self) -> list[Found]:
-        """Return the places of all leaves, each with or without white space at its ends, as the template writes it."""
+        """Return the places of all leaves, each with or without its outer white space."""
         texts = {k: leaf.text for k, leaf in enumerate(self._leaves)}
         bare = {k: text.strip() for k, text in texts.items()}
         if found := self._prove(texts) or (self._prove(bare) if bare != texts else []):
@@ -510,7 +510,7 @@ class Masker:
         return self._marked.split(self._render([*self._shown[:i], self._turn_with(i, texts, twice)]))
 
     def _stops(self, i: int, content: Found) -> tuple[str, ...]:
-        """Return the tokens that end a turn of nothing but content, where no turn follows (its header is no end)."""
+        """Return the end tokens of a final content-only turn (a following header is not an end)."""
         last = i + 1 == len(self._chat.messages)
         stops = self._marks.first(self.rendered[content.end :] if last else self._until(i)[-1])
         if not stops:
@@ -518,7 +518,7 @@ class Masker:
         return stops
 
     def _turn(self, i: int, mine: list[Found]) -> CharSpan:
-        """Return the span of a turn with more than content, its end-of-turn token included."""
+        """Return the span of a turn with more than content, including its end-of-turn token."""
         self._slow()
         pieces = self._until(i)
         leaves = [int(k) for k in pieces[1::3]]
@@ -544,15 +544,15 @@ class Masker:
         return CharSpan(start, end, (stop,), closed=True)
 
     def _plain(self, i: int, after: int) -> tuple[str, str]:
-        """Return what is written before and behind turn `i` if it is nothing but content, and so many turns follow."""
+        """Return the text before and after turn `i` if it is content-only with this many turns after it."""
         spoken = self.template.shown(Message("assistant", f"{self._open}0:a{self._close}"))
         pieces = self._marked.split(self._render([*self._shown[:i], spoken, *self._shown[i + 1 : i + 1 + after]]))
         return pieces[0], pieces[-1]
 
     def _headers(self, i: int, plain: str) -> Iterator[str]:
-        """Yield the text up to where turn `i` may begin: behind a plain turn's header, or the generation prompt."""
+        """Yield the text up to possible starts of turn `i`: after a plain turn's header or the generation prompt."""
         yield plain
-        with suppress(DataError):  # the answer to a call can be refused where no call was made
+        with suppress(DataError):  # a template may reject a call's answer without the call
             yield self._plain(i, len(self._chat.messages))[0]
         if i:
             bare, asked = (self._render(self._shown[:i], prompt) for prompt in (False, True))
@@ -560,11 +560,11 @@ class Masker:
                 yield asked
 
     def _ends(self, i: int, stop: str) -> bool:
-        """Return whether a token that ends turns with calls ends only the turn, and not each call."""
+        """Return whether the end token of turns with calls ends the turn, not each call."""
         try:
             pieces = self._until(i, twice=True)
         except DataError:
-            return False  # a template that takes one call a turn: the end of a call may be that of the turn
+            return False  # one call per turn: the call's end may be the turn's
         return "".join(pieces[3::3]).count(stop) == 1
 
     def _slow(self) -> None:
@@ -585,17 +585,17 @@ class Masker:
 
 
 class Layout(NamedTuple):
-    """How a template writes conversations of one shape, if it only puts their texts between texts of its own.
+    """The layout of conversations of one shape, for a template that only puts their texts between its own.
 
-    The shape has the turns' roles and which of them are learnt. A conversation whose rendering is made of exactly
-    these pieces and its own texts needs no marks: each text is where it belongs, between the pieces that were proven.
+    The shape has the turns' roles and which are targets. A conversation rendered as exactly
+    these pieces and its own texts needs no marks: each text is between proven pieces.
     """
 
     pieces: tuple[str, ...]  # before, between and behind the texts
     stops: tuple[str, ...]  # of a span
 
     def spans(self, chat: Chat, turns: Sequence[int], rendered: str) -> list[CharSpan] | None:
-        """Return what is learnt of each of the turns; None if the rendering is not made of the pieces."""
+        """Return the target spans of the turns; None if the rendering does not consist of the pieces."""
         texts = [message.content for message in chat.messages]
         for written in (texts, [text.strip() for text in texts]):
             made = [self.pieces[0], *chain.from_iterable(zip(written, self.pieces[1:], strict=True))]
@@ -606,10 +606,10 @@ class Layout(NamedTuple):
 
 
 def find_layout(template: Template, marks: EndMarks, chat: Chat, turns: Sequence[int], steady: bool) -> Layout | None:
-    """Return the layout of a conversation's shape, proven on placeholders; None if its rows need a proof each.
+    """Return the layout of a conversation's shape, proven on placeholders; None if each row needs a proof.
 
     Args:
-        steady: refuse, too, where later turns change how the template writes an earlier one.
+        steady: also reject if later turns change how the template writes an earlier one.
     """
     texts = [PLACEHOLDER.format(n) if m.content.strip() else "" for n, m in enumerate(chat.messages)]
     plain = Chat(tuple(Message(m.role, text) for m, text in zip(chat.messages, texts)))
@@ -628,11 +628,11 @@ def find_layout(template: Template, marks: EndMarks, chat: Chat, turns: Sequence
 
 
 def thoughts_end(text: str, content: str, reasoning: str | None) -> int:
-    """Return where thoughts end in an assistant's text as it is rendered, white space behind them included.
+    """Return where thoughts end in an assistant's rendered text, including white space after them.
 
     Args:
-        content: of the turn; it has thoughts if it begins with <think>, or its first mark is </think>.
-        reasoning: of the turn, if it is apart: what follows it up to a mark, or to the content, belongs to it.
+        content: of the turn; it has thoughts if it starts with <think>, or its first mark is </think>.
+        reasoning: of the turn, if separate: includes the text up to a mark or the content.
     """
     at = 0
     if reasoning and reasoning.strip():
@@ -646,20 +646,20 @@ def thoughts_end(text: str, content: str, reasoning: str | None) -> int:
 
 
 def _unopened(content: str) -> bool:
-    """Return whether the first thinking mark of a content is the one that ends reasoning."""
+    """Return whether a content's first thinking mark is the closing one."""
     first = THINKING.search(content)
     return first is not None and first[0] == "</think>"
 
 
 def _ending(tail: str, usual: str) -> str:
-    """Return what belongs to a turn of the text behind its last leaf, if no turn follows; plain turns end `usual`."""
+    """Return the part of the text after a final turn's last leaf that belongs to it; plain turns end `usual`."""
     return tail[: tail.index(usual) + len(usual)] if usual and usual in tail else tail.rstrip()
 
 
 def _changed(message: Message, change: Callable[[str, str], str], split: bool) -> Message:
     """Return the message with each text of the assistant replaced by change(its name, it); blank ones stay.
 
-    With `split` a content is taken apart at `<think>` and `</think>`.
+    With `split` a content is split at `<think>` and `</think>`.
     """
 
     def walk(name: str, value: Any) -> Any:

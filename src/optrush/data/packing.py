@@ -1,12 +1,12 @@
 """Lay samples out in rows: layouts, pure functions on lengths.
 
 A layout gets a window, some ten thousand samples in the epoch's random order, and makes rows of it. Packing a whole
-window fills rows to 99.9 %; taking samples one after the other leaves a tenth empty. The window also bounds memory,
-however long the data is. A sample is a document, or the two of a pair, which always share a row.
+window fills rows to 99.9 %; samples in sequence leave a tenth empty. The window also bounds memory,
+for data of any length. A sample is a document, or the two of a pair, which always share a row.
 
-Padded   one sample a row, padded to T                             the default
-Fitted   one sample a row, padded to the longest of the micro-batch
-Sorted   one sample a row, steps of like lengths, in random order
+Padded   one sample per row, padded to T                            the default
+Fitted   one sample per row, padded to the longest of the micro-batch
+Sorted   one sample per row, steps of similar lengths, in random order
 Wrapped  all tokens in one line, cut into full rows                documents are cut and attend to each other
 Packed   best fit decreasing, rows in random order                 samples stay whole and isolated
 """
@@ -26,9 +26,9 @@ BUCKET = 64  # widths of rows that are not T are multiples of it: few distinct s
 
 
 class Rows(NamedTuple):
-    """Rows of one window: row r holds the pieces [starts[r], starts[r+1]).
+    """Rows of one window: row r has the pieces [starts[r], starts[r+1]).
 
-    A piece is tokens [first, last) of a sample; those before `fresh` are context and not learnt (again).
+    A piece is tokens [first, last) of a sample; those before `fresh` are context, not targets.
     """
 
     starts: np.ndarray  # (R+1,) int64
@@ -62,7 +62,7 @@ class RowLayout(Protocol):
 
     one_doc: ClassVar[bool]  # no row has two samples
     isolated: ClassVar[bool]  # documents of a row do not attend to each other
-    uncut: ClassVar[bool]  # it cuts no sample, so none may be longer than T
+    uncut: ClassVar[bool]  # it never cuts samples, so all must fit in T
     pad_to_longest: ClassVar[bool]  # a micro-batch is only as wide as its longest row (to a multiple of BUCKET), not T
 
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
@@ -72,13 +72,13 @@ class RowLayout(Protocol):
             lengths: (n,) int64, tokens of its samples, in the epoch's order.
             rows: rows of one step.
             before: rows of the window's first step that are in earlier windows, fewer than `rows`.
-            draw: random bits that depend on (seed, epoch, window) alone.
+            draw: random bits that depend only on (seed, epoch, window).
         """
 
 
 @dataclass(frozen=True)
 class Padded:
-    """One sample a row; what it does not fill of the T slots is padding."""
+    """One sample per row, padded to T slots."""
 
     window: int = WINDOW
     one_doc: ClassVar[bool] = True
@@ -92,25 +92,25 @@ class Padded:
 
 @dataclass(frozen=True)
 class Fitted(Padded):
-    """One sample a row, padded to the longest of its micro-batch."""
+    """One sample per row, padded to the longest of its micro-batch."""
 
     pad_to_longest: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class Sorted(Padded):
-    """One sample a row; a window is sorted by length, cut into steps, and the steps are shuffled."""
+    """One sample per row; a window is sorted by length, cut into steps, and the steps are shuffled."""
 
     pad_to_longest: ClassVar[bool] = True
 
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
-        """Return rows in steps aligned with the run's: the window may begin inside a step."""
+        """Return rows in steps aligned with the run's: the window may start inside a step."""
         order = np.argsort(lengths, kind="stable")
         head = (rows - before) % rows  # rows that complete the step under way
         steps = -(-(len(order) - head) // rows)
         if steps < 1:
             return _alone(lengths, order)
-        # Which step is cut short, by the window's beginning or its end, is drawn too: no length is always in it.
+        # The step cut short by the window's start or end is also drawn, so that no length is always in it.
         which = shuffled(steps + (head > 0), draw)
         sizes = np.full(len(which), rows)
         if head:
@@ -122,7 +122,7 @@ class Sorted(Padded):
 
 @dataclass(frozen=True)
 class Wrapped:
-    """All tokens of a window in one line, cut into full rows; a row that begins inside a sample repeats `overlap`."""
+    """All tokens of a window, joined and cut into full rows; a row that starts inside a sample repeats `overlap`."""
 
     overlap: int = 1
     window: int = WINDOW
@@ -132,7 +132,7 @@ class Wrapped:
     pad_to_longest: ClassVar[bool] = False
 
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
-        """Return row after row, each from where the one before ended, less the overlap."""
+        """Return consecutive rows, each from the previous one's end, less the overlap."""
         assert 0 <= self.overlap < T, "a row of nothing but overlap"
         ends: list[int] = np.cumsum(lengths).tolist()
         sizes: list[int] = lengths.tolist()
@@ -157,7 +157,7 @@ class Packed:
     """Best fit decreasing over a window: the longest sample first, each into the fullest row that it fits into.
 
     Source: Johnson et al. 1974, https://doi.org/10.1137/0203025; for training, https://arxiv.org/abs/2107.02027.
-    Samples of one length are interchangeable, so whole groups of rows are filled at once; which of them goes where is
+    Samples of one length are interchangeable, so whole groups of rows are filled at once; their assignment is
     the epoch's random order.
     """
 
@@ -179,8 +179,8 @@ def _best_fit(lengths: np.ndarray, T: int) -> tuple[np.ndarray, int]:
     """(the row of each sample, the number of rows)."""
     order = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
-    room: dict[int, list[int]] = {}  # rows by the tokens they have left
-    some = 0  # bit n: there is a row with n left
+    room: dict[int, list[int]] = {}  # rows by free tokens
+    some = 0  # bit n: a row has n tokens free
     filled: list[list[int]] = []  # rows, in the order of their samples ...
     copies: list[int] = []  # ... and how many samples each of them took
     n = 0
@@ -220,14 +220,14 @@ def _pieces(lengths: np.ndarray, samples: np.ndarray, starts: np.ndarray) -> Row
 
 
 def shuffled(n: int, draw: np.random.PCG64) -> np.ndarray:
-    """Return an order of n things, the same with any version of numpy, whose raw words never change."""
+    """Return a permutation of n, the same with any numpy version (its raw words never change)."""
     return np.argsort(draw.random_raw(n), kind="stable")
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Deal rows to ranks: as many to each, of nearly the same cost, by a greedy choice.
+    """Assign rows to ranks greedily: the same number to each, with nearly equal cost.
 
-    The most expensive row first, each to the rank with the least cost that still takes rows; then the most and the
+    The most expensive row first, each to the cheapest rank with room; then the most and the
     least expensive rank exchange the two rows that bring their costs nearest, while that helps.
     """
     if ranks == 1:
@@ -257,7 +257,7 @@ def snug(longest: int, T: int) -> int:
 
 
 def snug_slots(used: np.ndarray, micro_rows: int, T: int) -> int:
-    """Return the slots of rows of so many tokens each, in micro-batches padded to their longest row."""
+    """Return the slots of rows of these lengths, in micro-batches padded to their longest row."""
     first = np.arange(0, len(used), micro_rows)
     longest = np.maximum.reduceat(used, first)
     count = np.minimum(micro_rows, len(used) - first)
@@ -271,18 +271,18 @@ class Survey:
     name: str
     rows: int
     slots: int  # token slots computed: rows x their width
-    tokens: int  # real ones; a token that is repeated as context counts as padding
+    tokens: int  # real tokens; repeated context counts as padding
     fill: float  # tokens / slots
-    squares: int  # sum of squared lengths of what attends to itself, the cost of attention
+    squares: int  # sum of squared lengths of attention spans, the cost of attention
     seconds: float  # that the layout took
 
 
 def survey(lengths: np.ndarray, T: int, rows: int, micro_rows: int, seed: int = 0) -> list[Survey]:
-    """Measure the four layouts on the same samples, in random order; those longer than T cut if the layout cuts none.
+    """Measure the four layouts on the same samples, in random order, cut to T if the layout does not cut.
 
     Args:
         lengths: (N,) int64 tokens of each sample.
-        rows, micro_rows: of a step, and of a micro-batch, to whose longest row some layouts pad.
+        rows, micro_rows: per step, and per micro-batch; some layouts pad to its longest row.
     """
     found = []
     for name, layout in LAYOUTS.items():
@@ -303,7 +303,7 @@ def survey(lengths: np.ndarray, T: int, rows: int, micro_rows: int, seed: int = 
     return found
 
 
-# By the technique that takes it.
+# By the technique that selects it.
 LAYOUTS: dict[str, Padded | Wrapped | Packed] = {
     "pad": Fitted(), "sort-by-length": Sorted(), "wrap": Wrapped(), "packing": Packed(),
 }  # fmt: skip

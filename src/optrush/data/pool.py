@@ -1,7 +1,7 @@
 """Map a function over items by worker processes: results in order, a bounded number of items ahead, never a hang.
 
-A worker is a copy of this process with all that is in its memory, so that it begins within some hundredths of a second
-and needs little memory of its own. The pool waits for all pipes at once, so a worker that dies ends its pipe, and one
+A worker is a fork of this process with its memory, so that it starts within some hundredths of a second
+and needs little extra memory. The pool waits for all pipes at once, so a worker that dies ends its pipe, and one
 that says nothing for too long is killed. Either is an error of the item that it had, raised when its turn comes.
 Workers leave signals to the process that began them, and end with it.
 """
@@ -35,11 +35,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Beat = Callable[[int], None]  # reports that a worker is at work, with the number of rows done since the last report
 Work = Callable[[Item, Beat], Result]
-Lost = Callable[[Item, str], Exception]  # the error of an item that a worker was at, from what became of the worker
+Lost = Callable[[Item, str], Exception]  # the error of a lost worker's item
 
 AHEAD = 2  # items of each worker
-SENT_S = 0.2  # that a worker waits at most for its last result to be taken
-QUIET_S = 600.0  # without a message, after which a worker is killed
+SENT_S = 0.2  # a worker's maximum wait for the receipt of its last result
+QUIET_S = 600.0  # without a message, then a worker is killed
 POLL_S = 1.0
 LEFT_TO_PARENT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -54,12 +54,12 @@ def map_ahead(
     """Yield work(item, beat) for each item, in order; by workers if they are more than one.
 
     Args:
-        work: what it returns is pickled.
+        work: its result is pickled.
         count: workers; close the generator to end them.
 
     Raises:
-        UserError, RunError: those of `work`, where the item's turn comes.
-        Exception: `lost(item, what happened)`, of a worker that died, failed or sent nothing for QUIET_S.
+        UserError, RunError: raised by `work`, at the item's turn.
+        Exception: `lost(item, what happened)`, for a worker that died, failed or sent nothing for QUIET_S.
     """
     if count <= 1:
         for item in items:
@@ -68,7 +68,7 @@ def map_ahead(
 
     def start() -> Work[Item, Result]:
         gc.freeze()  # a collection would write to, and so copy, all of the memory that is shared
-        os.dup2(2, 1)  # what libraries print is no result
+        os.dup2(2, 1)  # output of libraries is not a result
         return work
 
     with Pool[Item, Result](forked(start, count), items, lost, limit_s=QUIET_S, beat=beat) as pool:
@@ -77,7 +77,7 @@ def map_ahead(
 
 @dataclass
 class Worker:
-    """A worker process, and the numbers of the items that it has, the one that it is at first."""
+    """A worker process, and the numbers of its items, the current one first."""
 
     pid: int
     pipe: Connection
@@ -86,12 +86,12 @@ class Worker:
 
 
 class Pool(Generic[Item, Result]):
-    """An iterator over the results of items, which its workers begin with at once.
+    """An iterator over the results of items; workers start immediately.
 
     Args:
         ahead: items that each worker has at a time.
         limit_s: as QUIET_S.
-        waiting: called about once a second while the next result does not come, with the seconds since then.
+        waiting: called about once per second while waiting for a result, with the seconds so far.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Pool(Generic[Item, Result]):
         self.workers = workers
         self._todo, self._lost, self._limit_s, self._waiting, self._beat = iter(items), lost, limit_s, waiting, beat
         self._most, self._end = ahead * len(workers), weakref.finalize(self, _end, workers, os.getpid())
-        self._items: dict[int, Item] = {}  # given to a worker, the result not taken
+        self._items: dict[int, Item] = {}  # given to a worker, result pending
         self._done: dict[int, Result | Exception] = {}
         self._next = self._given = 0
         self._feed()
@@ -230,7 +230,7 @@ def _fork(start: Callable[[], Work[Item, Result]], parent: int) -> Worker:
     ours, theirs = Pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)  # before its first line one would end it
     try:
-        with warnings.catch_warnings():  # Python 3.12 warns of threads: none of them is used in a copy
+        with warnings.catch_warnings():  # Python 3.12 warns of threads: forks use none of them
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -249,14 +249,14 @@ def _fork(start: Callable[[], Work[Item, Result]], parent: int) -> Worker:
 
 
 def _leave_signals(parent: int) -> None:
-    """Schedulers and terminals signal every process of a job; the parent alone decides when a signal ends it."""
+    """Ignore signals: schedulers and terminals signal every process of a job; only the parent decides."""
     for number in LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent, signal.SIGKILL)
 
 
 def _serve(pipe: Connection, work: Work[Item, Result]) -> None:
-    """Do what comes until the pipe ends. A thread sends results, so that the work goes on while none is taken."""
+    """Process items until the pipe ends. A thread sends results, so that work continues meanwhile."""
     waiting: Queue[memoryview] = Queue()
 
     def send() -> None:
@@ -279,7 +279,7 @@ def _serve(pipe: Connection, work: Work[Item, Result]) -> None:
         try:
             message: tuple[str, object] = "done", work(item, beat)
         except (UserError, RunError) as error:
-            message = "done", error  # raised where it is taken
+            message = "done", error  # raised by the receiver
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             message = "failed", f"failed: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"

@@ -1,8 +1,8 @@
-"""Collect what data looks like: samples as pieces of text with their loss mask, lengths, the fill of each layout.
+"""Collect a view of the data: samples as text pieces with loss mask, lengths, the fill of each layout.
 
-These are facts for JSON, the terminal and the page; nothing is printed here. A mask that is shifted by a token, or a
+These are facts for JSON, the terminal and the page; nothing is printed here. A mask shifted by a token, or a
 missing end of turn, trains a wrong model without any sign. Therefore the text is decoded token by token from the ids
-that training receives, not taken from the row.
+that training receives, not from the row.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 Pictures = Callable[[SeenImage], str]
 
-OPEN, CLOSE = "⟦", "⟧"  # around what is learnt
+OPEN, CLOSE = "⟦", "⟧"  # around targets
 OPEN_SPECIAL, CLOSE_SPECIAL = "⟪", "⟫"  # around a special token
 BORDER = "╎"  # between tokens
 MARKS = OPEN + CLOSE + OPEN_SPECIAL + CLOSE_SPECIAL + BORDER
-HEAD_tok, TAIL_tok = 768, 256  # of a long document, decoded at its beginning and end
-CONTEXT_tok = 4  # decoded before a token: many tokenizers drop the space in front of what they decode
-CHARACTER_tok = 8  # a character is at most so many tokens (4 bytes, and room)
-SEEN, LOOKED_AT, MOST_IMAGES = 3, 200, 24  # samples on a run's page, the first of which they are, and images of a page
+HEAD_tok, TAIL_tok = 768, 256  # of a long document, decoded at its start and end
+CONTEXT_tok = 4  # decoded before a token: many tokenizers drop a leading space
+CHARACTER_tok = 8  # maximum tokens per character (4 bytes, and room)
+SEEN, LOOKED_AT, MOST_IMAGES = 3, 200, 24  # samples on a run's page; of the first; images per page
 BINS = 40  # of the histogram, about
-WIDE = 20  # longest / shortest above which the bins grow with the length
+WIDE = 20  # longest / shortest: above, bins grow with length
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class TextPiece:
     learnt: bool
     special: bool = False
     ids: tuple[int, ...] = ()
-    image: str = ""  # a small one, as a data: address
+    image: str = ""  # a thumbnail, as a data: address
 
 
 def token_pieces(
     tokenizer: Any, document: Document, first: int, last: int, special: frozenset[int] = frozenset(),
     pictures: Pictures = lambda _: "",
 ) -> Iterator[TextPiece]:  # fmt: skip
-    """Yield the tokens [first, last), each with the text that it adds; those of a character or an image are a piece.
+    """Yield the tokens [first, last) with their text; tokens of one character or image are one piece.
 
     Args:
-        pictures: returns the `TextPiece.image` of one.
+        pictures: returns the `TextPiece.image` of an image.
     """
     for image in document.images:
         begin, end = max(first, image.at), min(last, image.at + image.tokens)
@@ -99,7 +99,7 @@ def visible(c: str, marks: str = MARKS) -> str:
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids that text is never tokenized into: special tokens, and added ones other than white space."""
+    """Return ids that text never tokenizes to: special tokens, and added ones other than white space."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if str(token).replace("▁", " ").strip()}
     return frozenset(added | set(tokenizer.all_special_ids))
 
@@ -108,7 +108,7 @@ def describe_sample(
     tokenizer: Any, documents: Sequence[Document], special: frozenset[int], judged: bool = False,
     pictures: Pictures = lambda _: "",
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the documents of a sample, of long ones the beginning and the end.
+    """Return a sample's documents; of long ones the start and the end.
 
     Args:
         judged: the first of two is a good or bad answer, and the second its mismatched document; else they are a pair.
@@ -136,11 +136,11 @@ def describe_samples(
     source: Dataset, tokenizer: Any, found: Iterable[tuple[int, Sequence[Document]]], T: int,
     pictures: Pictures = lambda _: "",
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield each sample (its number, its documents) with its place, and whether it is longer than a row."""
+    """Yield each sample (number, documents) with its place, and whether it is longer than a row."""
     special = special_ids(tokenizer)
     for i, documents in found:
         where = source.where(i)
-        if not where.file.exists():  # of a built-in sample, in a temporary file
+        if not where.file.exists():  # a built-in sample's temporary file
             where = where._replace(file=Path(where.file.name))
         longer = sum(map(len, documents)) > T
         described = describe_sample(tokenizer, documents, special, isinstance(source, Mismatched), pictures)
@@ -151,7 +151,7 @@ def describe_rows(
     source: Dataset, tokenizer: Any, found: Iterable[tuple[int, Sequence[tuple[int, Document]]]], T: int,
     pictures: Pictures = lambda _: "",
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield each row (its number, its documents) with its samples, which may be pieces of one."""
+    """Yield each row (number, documents) with its samples, which may be pieces."""
     for number, row in found:
         parts = [(row[k][0], [d for _, d in row[k : k + source.parts]]) for k in range(0, len(row), source.parts)]
         described = list(describe_samples(source, tokenizer, parts, T, pictures))
@@ -168,7 +168,7 @@ def seen_samples(source: Dataset, tokenizer: Any, T: int) -> list[dict[str, Any]
 
 
 def length_summary(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str, Any]:
-    """Return the distribution of the samples' lengths (N,), before they are cut to T, and the share of targets."""
+    """Return the distribution of uncut sample lengths (N,), and the fraction of targets."""
     low, high = int(lengths.min()), int(lengths.max())
     growing = high > WIDE * low
     scale = np.geomspace if growing else np.linspace
@@ -189,9 +189,9 @@ def length_summary(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str
 
 
 def fills(lengths: np.ndarray, T: int, rows: int, micro_rows: int, config: Config) -> list[dict[str, Any]]:
-    """Return the fill of each layout, how many samples it plans a second, and whether the run uses it.
+    """Return each layout's fill, planned samples per second, and whether the run uses it.
 
-    The lengths are (N,) tokens of each sample before they are cut to T; rows are those of a step and of a micro-batch.
+    The lengths (N,) are tokens per uncut sample; rows are per step and per micro-batch.
     """
     cut = cut_lengths(lengths, T, config.data.too_long)
     found = {}
@@ -204,7 +204,7 @@ def fills(lengths: np.ndarray, T: int, rows: int, micro_rows: int, config: Confi
 
 
 def cut_lengths(lengths: np.ndarray, T: int, how: str) -> np.ndarray:
-    """Return the lengths as layouts that cut none receive them; for `error` as if they were truncated."""
+    """Return the lengths for layouts that do not cut; for `error` as if truncated."""
     if how == "drop":
         return np.asarray(lengths[lengths <= T])
     if how != "split":

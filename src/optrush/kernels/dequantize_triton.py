@@ -55,7 +55,7 @@ def _by_rows(
     codes, absmax, nested, table, map8, out, across, in_group, group_stride, row_stride, last,
     DOUBLE: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize some of a row's `across` blocks, none of which crosses rows. codes: words of 4 bytes, lowest first."""
+    """Dequantize some of a row's `across` blocks; no block crosses rows. codes: words of 4 bytes, lowest first."""
     row, begin = tl.program_id(0), tl.program_id(1) * BLOCKS
     word, value = tl.arange(0, BLOCKS * WORDS), tl.arange(0, WORD)
     inside = word // WORDS
@@ -151,7 +151,7 @@ def _mxfp4_by_rows(
     codes, scales, table, out, across, in_group, group_stride, row_stride,
     BLOCKS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize some of a row's `across` blocks, as `_by_rows` does. codes: words of 4 bytes, lowest value first."""
+    """Dequantize some of a row's `across` blocks like `_by_rows`. codes: words of 4 bytes, lowest value first."""
     row, begin = tl.program_id(0), tl.program_id(1) * BLOCKS
     word, value = tl.arange(0, BLOCKS * WORDS), tl.arange(0, WORD)
     inside = word // WORDS

@@ -1,4 +1,4 @@
-"""Compare the logits of a linear head with another model's, a chunk of rows at a time: loss and gradients.
+"""Compare a linear head's logits with another model's, one chunk of rows at a time: loss and gradients.
 
 Legend: n rows of a chunk, D width, V vocabulary (of both models, the smaller one). With y the head's logits and t the
 teacher's, p and q their softmax at temperature T, a row's loss is
@@ -114,13 +114,13 @@ def completed(theirs: Likeliest, log_p: Tensor) -> Tensor:
 
 
 class Lesson:
-    """Hold the teacher's side of a batch while the loss is computed: hidden states (N, its D), or what was stored."""
+    """The teacher's side of a batch during the loss: hidden states (N, its D), or stored tokens."""
 
     hidden: Tensor | None = None
     stored: Likeliest | None = None  # of N tokens
 
     def part(self, first: int, last: int, logits: Callable[[Tensor], Tensor] | None) -> Tensor | Likeliest:
-        """Return what `divergence_rows` compares the tokens [first, last) with.
+        """Return the reference of `divergence_rows` for the tokens [first, last).
 
         Args:
             logits: of a teacher that runs: hidden states (n, D) -> (n, V).

@@ -1,4 +1,4 @@
-"""Triton kernel that draws a token of each slot from its logits, and notes it (models/sampling.py). CUDA only.
+"""Triton kernel that draws and stores a token per slot from its logits (models/sampling.py). CUDA only.
 
 A program reads a slot's logits three times, of which the first comes from memory: the maximum, the sum of exponentials,
 and the place where that sum passes the random number. The number is `sampling.uniform`'s, computed here in integers.

@@ -1,4 +1,4 @@
-"""Products of routed experts by QuACK: groups of rows with their own matrices, and a layer of experts around them.
+"""Matmuls of routed experts by QuACK: groups of rows with separate matrices, and a layer of experts.
 
     grouped_quack  the product of each group of rows with its matrix, in place of torch's
     feed_quack     a layer of experts: from tokens and their experts to the weighted sums

@@ -72,7 +72,7 @@ def quantize_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """Dequantize what `quantize_blocks` returned into out (n,) of any floating type; return it."""
+    """Dequantize the output of `quantize_blocks` into out (n,) of any floating dtype; return it."""
     for some, blocks, width in _pieces(len(out)):
         dequantize_int8((codes[some], scales[blocks]), out[some].view(-1, width))
     return out

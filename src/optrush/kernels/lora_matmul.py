@@ -1,4 +1,4 @@
-"""Products of a linear with a low-rank adapter, x W + (x A) U: padded matrices, and products by cuBLAS or QuACK.
+"""Matmuls of a linear with a low-rank adapter, x W + (x A) U: padded matrices, and matmuls by cuBLAS or QuACK.
 
 Padding is rows and columns behind a matrix in the same storage: [W | U] is one matrix for a product if U is stored
 behind W, and so is [x | A x]. Writing U there costs U's bytes; without padding W is copied, once a product. Padding is

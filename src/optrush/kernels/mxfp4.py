@@ -1,4 +1,4 @@
-"""4-bit floats with a shared power of two, as published checkpoints have them: dequantization in plain torch.
+"""4-bit floats with a shared power of two, as in published checkpoints: dequantization in plain torch.
 
     codes    uint8 (rows, width / 2)     two values a byte, the first in the low four bits: a sign, two bits of an
                                          exponent, one of a mantissa (e2m1)

@@ -1,4 +1,4 @@
-"""Move what blocks save for the backward pass to host memory during the forward pass, and back ahead of its use.
+"""Move saved activations to host memory during the forward pass, and back before their use.
 
 Hooks of autograd receive each tensor that a block saves. Its storage is copied to pages of pinned memory as soon as the
 block has run, and freed on the device after the next block has run: if the copy is not complete by then, the device
@@ -104,7 +104,7 @@ class Pages:
 
 
 class BlockStore:
-    """The storages that one pass through one block saves, placed one after the other in pages of the host."""
+    """The storages saved by one pass through one block, packed in host pages."""
 
     def __init__(self, pages: Pages, before: BlockStore | None, shared: frozenset[int], moves: bool) -> None:
         self.pages, self.shared, self.moves = pages, shared, moves
@@ -174,7 +174,7 @@ class Moved(NamedTuple):
 
 
 class Offload:
-    """Offloads what `blocks` blocks save, except the last `keep`.
+    """Offloads the saved tensors of `blocks` blocks, except the last `keep`.
 
     Args:
         page: bytes of a page.
@@ -226,7 +226,7 @@ class Offload:
         return large and storage.data_ptr() not in store.shared and not of_parameter(t)
 
     def _send(self, store: BlockStore) -> None:
-        """Start the copies of a block's storages to the host, and free those of the block before."""
+        """Start copying a block's storages to the host, and free the previous block's."""
         storages = store.alive()
         store.storages = {i: weakref.ref(s) for i, s in enumerate(storages)}
         leaving = (self.lane.copy([pair for p in storages for pair in p.to_host()]), storages) if storages else None
@@ -235,7 +235,7 @@ class Offload:
         self._leaving = leaving
 
     def _forget(self) -> None:
-        """Free on the device what has been copied to the host."""
+        """Free device storages that have been copied to the host."""
         if self._leaving is not None:
             mark, storages = self._leaving
             self.lane.wait(mark)

@@ -1,4 +1,4 @@
-"""Keep what blocks save for the backward pass in 8 bits.
+"""Store activations saved for the backward pass in 8 bits.
 
 A saved tensor becomes int8 codes and a float32 scale for each 256 of its values (kernels/int8.py), and is freed as soon
 as the forward pass has no use for it. The backward pass makes it again, in its type, for each operator that reads it.
@@ -57,7 +57,7 @@ class Rounded:
 
 
 class _Pass:
-    """One forward pass through one block: what it has saved so far."""
+    """The tensors saved so far by one forward pass through one block."""
 
     def __init__(self, block: nn.Module, tokens: frozenset[int], given: list[Tensor], low: frozenset[int]) -> None:
         self.block, self.tokens, self.low = block, tokens, low
@@ -68,7 +68,7 @@ class _Pass:
             self.keep(t)
 
     def keep(self, t: Tensor) -> None:
-        """Leave a tensor's storage as it is, whoever saves it."""
+        """Never round a tensor's storage."""
         storage = t.untyped_storage()
         self._kept[storage._cdata] = weakref.ref(storage)
 
@@ -86,7 +86,7 @@ class _Pass:
         return replace(known[1], shape=t.shape)
 
     def end(self) -> None:
-        """Forget what was saved: autograd alone holds it from now on."""
+        """Drop references to saved tensors: only autograd keeps them."""
         self._rounded.clear()
 
     def _is_activation(self, t: Tensor) -> bool:
@@ -103,7 +103,7 @@ class _Pass:
         return (kept is None or kept() is None) and at not in self._storages_of_weights()
 
     def _storages_of_weights(self) -> set[int]:
-        """Return the storages of the block's parameters, which sharding has gathered when something is saved."""
+        """Return the storages of the block's parameters, as gathered by sharding at save time."""
         if self._weights is None:
             held = (getattr(p, "_local_tensor", p) for p in self.block.parameters())
             self._weights = {p.untyped_storage()._cdata for p in held}
@@ -111,7 +111,7 @@ class _Pass:
 
 
 def _layout(t: Tensor) -> tuple[Any, ...]:
-    """Return type, sizes and strides of a tensor's values: alike for all shapes of one order of the same values."""
+    """Return dtype, sizes and strides of a tensor's values, equal for all views with the same order of values."""
     sizes: list[int] = []
     strides: list[int] = []
     for size, stride in zip(t.shape, t.stride(), strict=True):
@@ -126,7 +126,7 @@ def _layout(t: Tensor) -> tuple[Any, ...]:
 
 
 class RoundedActivations:
-    """Rounds what the blocks of a decoder save.
+    """Rounds the tensors saved by a decoder's blocks.
 
     Args:
         stream_ranks: ranks that have a part each of T between the blocks, and all of it inside.
@@ -150,7 +150,7 @@ class RoundedActivations:
             self._pass = None
 
     def exact(self, attend: Callable[..., Any]) -> Callable[..., Any]:
-        """Return attention that saves what it saves as it is, and for whoever saves the same."""
+        """Return attention with exact saved tensors, also for other users of the same tensors."""
 
         def attended(*args: Any, **kwargs: Any) -> Any:
             if self._pass is None:
@@ -167,5 +167,5 @@ class RoundedActivations:
 
 
 def restored(saved: Tensor | Rounded) -> Tensor:
-    """Return the tensor of what autograd stores."""
+    """Return the tensor from autograd's stored form."""
     return saved.tensor() if isinstance(saved, Rounded) else saved

@@ -160,7 +160,7 @@ class Block(nn.Module):
     def _in_order(
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents, given: Tensor | None, lent: list[Tensor]
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return what `forward` returns of a block with other places of norms, or a factor of what each part adds."""
+        """Return the output of `forward` for a block with other norm placement, or a residual multiplier."""
         if self.order == "beside":
             h = self.norm1(x)
             return x + self._mix(h, cos, sin, documents) + self.mlp(None, h, self.gate_up, self.down)
@@ -184,7 +184,7 @@ class Block(nn.Module):
     def _mix(
         self, h: Tensor, cos: Tensor, sin: Tensor, documents: Documents, lent: list[Tensor] | None = None
     ) -> Tensor:
-        """Return what the tokens of a document give each other: h (B, T, D) -> (B, T, D).
+        """Return the token mixing of each document: h (B, T, D) -> (B, T, D).
 
         lent: as `_own_heads` has it.
         """
@@ -216,7 +216,7 @@ class Block(nn.Module):
         return (q if self.query == 1 else q * self.query), k, v
 
     def _own_heads(self, h: Tensor, cos: Tensor, sin: Tensor, lent: list[Tensor]) -> rope.Heads:
-        """Return what `_heads` returns; keys and values may be one product, or lent by another layer.
+        """Return the same as `_heads`; keys and values may share one matmul, or come from another layer.
 
         lent: keys and values of `source`; without one they are put there.
         """
@@ -229,7 +229,7 @@ class Block(nn.Module):
         return q.to(qkv.dtype) * self.query, lent[0], lent[1]
 
     def _masks(self, documents: Documents) -> dict[str, Any]:
-        """Return what attention takes besides the documents; nothing where a window is as long as the rows."""
+        """Return attention's extra arguments; none if a window is as long as the rows."""
         found: dict[str, Any] = {}
         if self.window is not None and self.window < documents.ids.shape[1]:
             found["window"] = self.window
@@ -257,7 +257,7 @@ class Head(nn.Module):
         self.enter: Callable[[Tensor], Tensor] = unchanged
 
     def forward(self, hidden: Tensor, labels: Tensor, reduce: Reduce = "sum") -> Tensor:
-        """hidden (B, T, D), or what `enter` makes that of; labels (B, T) -> float32 () or, by token, (B, T)."""
+        """hidden (B, T, D), or the input of `enter`; labels (B, T) -> float32 () or, by token, (B, T)."""
         losses = self.nll(
             self.enter(hidden).flatten(0, 1), self.weight, labels.flatten(), bias=self.bias, scale=self.scale,
             softcap=self.softcap, reduce=reduce,
@@ -315,7 +315,7 @@ class Decoder(nn.Module):
         return hidden
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """tokens (B, T) -> what enters the first block (B, T, D)."""
+        """tokens (B, T) -> input of the first block (B, T, D)."""
         x: Tensor = self.embedding(tokens)
         factor = self.shape.multipliers.embedding
         return x if factor == 1 else x * torch.tensor(factor).to(x.dtype).item()  # rounded as published
@@ -412,13 +412,13 @@ class Decoder(nn.Module):
         redo_ties(self, self.ties)
 
     def restore_buffers(self, device: torch.device) -> None:
-        """Restore those of a trained tower: no other part has any."""
+        """Restore the buffers of a trained tower: no other part has any."""
         if self.tower is not None:
             self.tower.restore_buffers(device)
 
 
 def frozen_flops(model: Any) -> int:
-    """Return the FLOPs a token that a model with frozen or adapted linears saves of 6 for each weight of its matrices.
+    """Return the FLOPs per token that frozen or adapted linears save, of 6 per matrix weight.
 
     A frozen weight has no gradient of its own: 4 instead of 6; an adapter's weights count 6 (docs/notation.md). Below
     the first block with a trained parameter nothing has a gradient, if the embedding is frozen: 2.
@@ -447,7 +447,7 @@ def frozen_flops(model: Any) -> int:
 
 
 def _without_backward(model: Any) -> set[nn.Module]:
-    """Return what no backward pass goes through: the first blocks, while all of them and the embedding are frozen."""
+    """Return the modules without a backward pass: the first blocks, while they and the embedding are frozen."""
     frozen = set[nn.Module]()
     inputs = getattr(model, "inputs", None)
     for part in (model.embedding, *([] if inputs is None else [inputs]), *model.blocks.values()):

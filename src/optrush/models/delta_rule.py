@@ -1,4 +1,4 @@
-"""Mix the tokens of a document by a state that each token corrects: the gated delta rule, linear in the length.
+"""Mix a document's tokens by a state that each token updates: the gated delta rule, linear in length.
 
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q      S (E, W) of each head, zero before a document
 
@@ -129,7 +129,7 @@ def fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Doc
 
 
 def _by_package(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
-    """Call the package: its autograd.Function alone, as nothing else has gradients inside of an operator."""
+    """Call the package's autograd.Function: nothing else has gradients inside an operator."""
     out: Tensor = _package()(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=_lengths(starts))[0]
     return out
 
@@ -162,7 +162,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) 
 def _backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients, and the forward pass again for them: what the package saves is no operator's output."""
+    """Compute the gradients, recomputing the forward pass: the package's saved tensors are not operator outputs."""
     with torch.enable_grad():
         q, k, v, g, beta = (x.detach().requires_grad_() for x in (q, k, v, g, beta))
         out = _by_package(q, k, v, g, beta, starts)

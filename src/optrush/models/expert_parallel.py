@@ -1,4 +1,4 @@
-"""Cut the experts of a decoder over the ranks of one axis: rows go to the ranks of their experts, and results back.
+"""Shard a decoder's experts over the ranks of one axis: rows go to their experts' ranks, and results back.
 
 Each rank has count / n experts of every layer, as the rows of DTensors, which say where they lie in the whole:
 sharding, checkpoints and the weight map read that. Routers, and all else, are whole on every rank. A rank has rows of
@@ -41,7 +41,7 @@ CUT = ("gate_up", "down", "gate_up_bias", "down_bias")  # and adapters of these:
 
 
 def split_experts(model: Decoder, mesh: DeviceMesh) -> int:
-    """Cut a decoder on the meta device over a mesh of one axis; return the number of layers that changed."""
+    """Shard a decoder on the meta device over a one-axis mesh; return the number of changed layers."""
     dispatch = Exchange(mesh.get_group().group_name, mesh.size())
     changed = 0
     for layer, experts in enumerate(m for m in model.modules() if isinstance(m, Experts)):
@@ -88,13 +88,13 @@ def _runs_again() -> bool:
 
 
 def _group(name: Any) -> dist.ProcessGroup:
-    """Return the process group of a name, by which operators get it."""
+    """Return the process group of a name, for operators."""
     found: dist.ProcessGroup = _resolve_process_group(name)
     return found
 
 
 class _Exchanged(NamedTuple):
-    """What ranks told each other of a layer: counts (n, N/n) of rows by rank and expert here; sizes as in `places`."""
+    """A layer's exchanged counts (n, N/n) of rows by rank and local expert; sizes as in `places`."""
 
     ends: Tensor  # of the rows that were counted
     counts: Tensor
@@ -140,7 +140,7 @@ def _order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     each = torch.arange(rows, device=counts.device)
 
     def moved(lengths: Tensor, starts: Tensor) -> Tensor:
-        """Return where the rows of runs of these lengths, one behind the other, are if each begins at its start."""
+        """Return the places of rows in consecutive runs of these lengths, with the runs at the given starts."""
         shift = starts - (lengths.cumsum(0) - lengths)
         return each + torch.repeat_interleave(shift, lengths, output_size=rows)
 

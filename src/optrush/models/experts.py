@@ -1,4 +1,4 @@
-"""Route each token to a few of many feed-forward parts, and multiply each of those by the tokens routed to it.
+"""Route each token to a few of many experts, and run each expert on its tokens.
 
     route       the published routers: which experts a token takes, and with what weights; in float32
     Experts     the module that takes the place of a dense feed-forward part
@@ -146,7 +146,7 @@ def _of_groups(grouped: Tensor, scores: Tensor, active: int, other: float) -> Te
 
 
 def route_by_sigmoid(logits: Tensor, correction: Tensor, e: ExpertsShape) -> tuple[Tensor, Tensor, Tensor]:
-    """Return as `route`, where scores are sigmoids and a bias for each expert corrects the choice, not the weights.
+    """Return like `route`, with sigmoid scores and a per-expert bias that corrects the choice, not the weights.
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; experts of the groups with the highest two scores in sum.
     The probabilities are the scores as parts of their sum.
@@ -164,7 +164,7 @@ def route_by_sigmoid(logits: Tensor, correction: Tensor, e: ExpertsShape) -> tup
 
 
 def route_by_logits(logits: Tensor, e: ExpertsShape) -> tuple[Tensor, Tensor, Tensor]:
-    """Return as `route`, where the weights are the sigmoids of the highest logits, as Llama 4 has it.
+    """Return like `route`, with the sigmoids of the highest logits as weights (Llama 4).
 
     The choice is by logits, for sigmoids of large ones are equal.
     """
@@ -221,7 +221,7 @@ def gelu_pairs(pairs: Tensor) -> Tensor:
 
 
 def gate_clamped_pairs(gain: float, limit: float, pairs: Tensor) -> Tensor:
-    """pairs (rows, 2 F) -> gate sigmoid(gain gate) (up + 1) (rows, F), both cut at the limit, as gpt-oss has it."""
+    """pairs (rows, 2 F) -> gate sigmoid(gain gate) (up + 1) (rows, F), both clamped to the limit (gpt-oss)."""
     gate, up = pairs.view(*pairs.shape[:-1], pairs.shape[-1] // 2, 2).unbind(-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(gain * gate) * (up + 1)
@@ -271,7 +271,7 @@ class StackedMatrices(nn.Module):
         return sum(math.prod(size) for size in self.sizes.values())
 
     def dense(self, kind: str, dtype: torch.dtype) -> Tensor:
-        """Return the matrices of that name, as `sizes` has them, from any form of storage."""
+        """Return the matrices of that name, in the shapes of `sizes`, from any storage form."""
         if self.quantized is None:
             return self.get_parameter(kind).to(dtype)
         return self.quantized[kind].dense(dtype).view(self.sizes[kind])
@@ -353,7 +353,7 @@ class Experts(StackedMatrices):
             return out.view(h.shape), _load(chosen, probabilities, filled)
 
     def multiply(self, rows: Tensor, weight: Tensor, ordered: Tensor, ends: Tensor) -> Tensor:
-        """Run rows (S, D) through the experts that are here, as `Dispatch`."""
+        """Run rows (S, D) through the local experts; see `Dispatch`."""
         if self.shape.scaled_input:  # and no expert has a bias
             product = self.activation(self._product("gate_up", (rows * weight).to(rows.dtype), ends))
             return self._product("down", product.to(rows.dtype), ends)
@@ -367,7 +367,7 @@ class Experts(StackedMatrices):
 
 
 class Places(NamedTuple):
-    """Where S tokens lie in the order of their experts, k rows each."""
+    """The places of S tokens in the order of their experts, k rows each."""
 
     order: Tensor  # (S k,) of each row, its place among all tokens' choices: token * k + choice
     inverse: Tensor  # (S k,) of each choice, its row
@@ -413,7 +413,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 class TheirExperts(StackedMatrices):
-    """The experts of one layer of a transformers model, in the place of the module that implements its interface.
+    """The experts of one layer of a transformers model; replaces the original module.
 
     Parameters keep their names and layout, the router, the activation and a norm behind each expert are the model's
     own. The products are `grouped_matmul`, which on the CPU keeps a token's result from depending on other tokens, and
@@ -482,7 +482,7 @@ def _load(chosen: Tensor, probabilities: Tensor, filled: Tensor | None) -> Tenso
 
 
 def balance_loss(load: Tensor, active: int) -> Tensor:
-    """Return the load-balancing loss () of the loads (L, 2, N) of all layers: k where all experts are alike.
+    """Return the load-balancing loss () of the loads (L, 2, N) of all layers: k if the load is balanced.
 
     N times the sum over experts of the share of tokens that an expert has and its mean probability.
     """

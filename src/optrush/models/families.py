@@ -1,4 +1,4 @@
-"""Say of each family of our own decoder what its config.json means and what its files call a tensor. Pure Python.
+"""Define our decoder's families: the meaning of config.json keys and the names of tensors. Pure Python.
 
 A family whose blocks have no new part is one entry of `FAMILIES`: `ModelShape.read`, the refusals, the names of tensors
 and exports read it here, and nowhere else is a family known by its name.
@@ -101,7 +101,7 @@ class FamilySpec:
     whole_qk_norm: bool = False  # one norm over all heads of a token
     centred: bool = False  # norms multiply by 1 + weight
     norms: Literal["before", "around", "after", "beside"] = "before"
-    """Where attention and feed-forward part have norms; beside: both read one norm, and are added at once."""
+    """Placement of norms; beside: attention and feed-forward share one norm, and are added together."""
     norm: Literal["rms", "layer", "layer, bias"] = "rms"  # the kind of the norms
     norm_eps: str = "rms_norm_eps"  # the key of its epsilon
     softcap: bool = False  # logits may be bounded by `final_logit_softcapping`
@@ -148,7 +148,7 @@ class FamilySpec:
     gguf_scales: bool = False  # it has keys for multipliers there
 
     def experts_in(self, layer: str) -> str:
-        """Return the module that has the experts and the router of a layer."""
+        """Return the module with a layer's experts and router."""
         own = self.experts is not None and self.experts.beside
         return layer if own else f"{layer}.{self.feed_forward}"
 
@@ -502,7 +502,7 @@ PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 
 def limits(family: str) -> Iterator[tuple[str, tuple[Any, ...], str]]:
-    """Yield keys of a family's config.json, the values that our decoder represents, and what it has instead of others.
+    """Yield keys of a family's config.json, the values that our decoder supports, and its alternative.
 
     A key that is left out is always fine.
     """
@@ -543,7 +543,7 @@ MULTIMODAL = {
 
 @dataclass(frozen=True)
 class TowerSpec:
-    """How the images of a base are prepared, written as tokens, and read."""
+    """A base's image preparation, tokens and tower."""
 
     processors: tuple[str, ...]  # how the names of transformers' image processors begin that make its pixels
     sizes: Literal["bounded", "one", "longest", "budget"]

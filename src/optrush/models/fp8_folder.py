@@ -1,4 +1,4 @@
-"""Write an exported folder again with its linears in 8-bit floats, as the compressed-tensors format lays them out.
+"""Rewrite an exported folder with 8-bit float linears in the compressed-tensors format.
 
 A linear's weight W (out, in) is stored as float8_e4m3fn with a scale a row: W = weight * weight_scale. Inputs are
 scaled a token at a time when they are multiplied, as vLLM does it. Kept as they are: embedding, head, norms, routers,

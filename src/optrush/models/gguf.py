@@ -1,4 +1,4 @@
-"""Write a Hugging Face folder as one GGUF file, for llama.cpp and what is built on it.
+"""Write a Hugging Face folder as one GGUF file, for llama.cpp and tools built on it.
 
 The file has the weights, the vocabulary with its merges, the chat template and the tokens that end an answer. One
 tensor is in memory at a time. Rows of queries and keys are reordered for families whose rotary embedding turns
@@ -106,7 +106,7 @@ def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
 
 
 def _type(values: np.ndarray[Any, Any], kind: Kind) -> Any:
-    """Return the type of a tensor: float32 for vectors, else the kind where its blocks fit a row."""
+    """Return the type of a tensor: float32 for vectors, else the requested kind if its blocks fit a row."""
     import gguf
 
     if values.ndim < 2:
@@ -117,13 +117,13 @@ def _type(values: np.ndarray[Any, Any], kind: Kind) -> Any:
 
 
 def _reordered(values: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return rows (H E, ...) with those of a head's two halves in turn."""
+    """Return rows (H E, ...) with each head's two halves interleaved."""
     halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape).contiguous()
 
 
 def _refuse(shape: ModelShape, spec: FamilySpec) -> None:
-    """Raise NeedsError for parts of a model that its architecture does not have there."""
+    """Raise NeedsError for parts of a model that its GGUF architecture lacks."""
     import gguf
 
     held = gguf.MODEL_TENSORS[gguf.MODEL_ARCH[spec.gguf]]
@@ -140,7 +140,7 @@ def _refuse(shape: ModelShape, spec: FamilySpec) -> None:
 
 
 def _rope_factors(shape: ModelShape) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Yield tensors of what RoPE divides each frequency by, (rotated width / 2,)."""
+    """Yield tensors of RoPE frequency divisors, (rotated width / 2,)."""
     r = shape.rope
     if r.kind == "longrope":
         yield "rope_factors_long.weight", np.array(r.long_factor, np.float32)
@@ -200,7 +200,7 @@ def _write_sizes(writer: Any, hf: dict[str, Any], shape: ModelShape, kind: Kind,
 
 
 def _write_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
-    """Write tokens with their types, merges, special tokens, the chat template, and what ends an answer."""
+    """Write tokens with their types, merges, special tokens, the chat template, and end-of-answer tokens."""
     import gguf
 
     file, asked = folder / "tokenizer.json", "the tokenizer as GGUF"
@@ -241,7 +241,7 @@ def _write_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
 
 
 def _splitting(engine: dict[str, Any], asked: str) -> str:
-    """Return the name of the rule by which a byte-level tokenizer splits words."""
+    """Return the name of a byte-level tokenizer's word-splitting rule."""
     first = engine.get("pre_tokenizer") or {}
     parts = first.get("pretokenizers") or [first]
     patterns = [str((p.get("pattern") or {}).get("Regex", "")) for p in parts if p.get("type") == "Split"]

@@ -72,7 +72,7 @@ class Kept:
 
 
 class HFModel(nn.Module):
-    """A transformers model with the attributes of `models.decoder.Decoder`, where they are documented.
+    """A transformers model with the attributes of `models.decoder.Decoder` (documented there).
 
     Args:
         hf_model: ...ForCausalLM with real values on the CPU; its modules are reused, its class is not.
@@ -136,7 +136,7 @@ class HFModel(nn.Module):
         self._buffers_on_host: dict[tuple[str, str], Tensor] = {}
 
     def _own_linears(self, block: nn.Module) -> None:
-        """Replace each nn.Linear of a block by ours, which has slots; other classes of linears, as GPT-2's, stay."""
+        """Replace each nn.Linear of a block by ours, which has slots; other linear classes, like GPT-2's, stay."""
         for name, module in list(block.named_modules()):
             if type(module) is nn.Linear:
                 owner, _, role = name.rpartition(".")
@@ -205,7 +205,7 @@ class HFModel(nn.Module):
         return hidden
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
-        """Yield every linear of the blocks by its canonical name (none for other classes of linears, as GPT-2's)."""
+        """Yield every linear of the blocks by canonical name (except other linear classes, like GPT-2's)."""
         for path in self._blocks.values():
             for name, module in self.get_submodule(path).named_modules(prefix=path):
                 if isinstance(module, Linear):

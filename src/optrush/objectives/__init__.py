@@ -1,6 +1,6 @@
 """Objectives: which tokens are targets, which layouts of rows are valid, and the next-token loss.
 
-Each objective of pairs is a file of its own name, whose `score` is its loss; pairs.py has what they share.
+Each preference objective is a file of its name with the loss `score`; pairs.py has shared code.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def unit(config: Config) -> str:
 def learnt(config: Config) -> str:
     """Return which tokens of a conversation are targets: in pre-training all, in fine-tuning `data.train_on`.
 
-    `each` is one document an answer, in which that answer alone is learnt (`data.split_turns`); `each-answer` the
+    `each` is one document per answer, with only that answer as target (`data.split_turns`); `each-answer` the
     same without its thoughts.
     """
     if config.data.split_turns:
@@ -60,7 +60,7 @@ def check_layout(config: Config, layout: RowLayout) -> None:
     """Check that the objective can be trained on these rows.
 
     Raises:
-        ConfigError: pairs, or what a teacher stored, in rows whose documents are split and attend to each other.
+        ConfigError: pairs, or stored teacher tokens, in rows that split documents.
     """
     if config.paired and not (layout.isolated and layout.uncut):
         found = "rows whose documents are split and attend to each other; a pair's answers must not"
@@ -75,7 +75,7 @@ def loss_of(config: Config, head: nn.Module, metrics: Mapping[str, Tensor]) -> C
     """Return the objective's loss of hidden states (B, T, D) and their batch, a sum over the batch's terms.
 
     Args:
-        metrics: of each name of `figures`, to which sums are added.
+        metrics: a tensor per name of `figures`; sums are added to it.
     """
     if config.loss is not None:
         return plugged_loss(config.loss, head, metrics)

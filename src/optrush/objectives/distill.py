@@ -1,4 +1,4 @@
-"""Distillation: learn another model's probabilities of each next token, not only the token that came.
+"""Distillation: learn another model's next-token probabilities, not only the actual token.
 
 The loss is the head's kernel (kernels/distillation.py), which compares logits a chunk at a time; here is what makes the
 teacher's side of it: one forward pass of the frozen teacher on the same batch.
@@ -36,7 +36,7 @@ def loss_with_teacher(plain: Callable[[Batch], Tensor], teacher: nn.Module, less
 
 
 def loss_with_stored(plain: Callable[[Batch], Tensor], vocab: int, lesson: Lesson, batch: Batch) -> Tensor:
-    """Compute `plain` of the batch while what was stored of the teacher is there.
+    """Compute `plain` of the batch with the stored teacher tokens in place.
 
     Args:
         vocab: tokens over which the stored probabilities sum to 1.

@@ -10,7 +10,7 @@ s is the logistic function, e the assumed share of swapped pairs (`label_smoothi
 Source: Rafailov et al., https://arxiv.org/abs/2305.18290; the smoothing: Mitchell, https://ericmitchell.ai/cdpo.pdf;
 ipo: Azar et al., https://arxiv.org/abs/2310.12036, with the means over targets that its authors used.
 
-Shapes: B rows, T tokens a row, P pairs at most in a row; pair p of a row is its documents 2p and 2p + 1. No function
+Shapes: B rows, T tokens per row, at most P pairs per row; pair p of a row is its documents 2p and 2p + 1. No function
 synchronizes with the device.
 """
 
@@ -35,7 +35,7 @@ Untrained = Callable[[], AbstractContextManager[None]]
 def score(head: nn.Module, settings: Dpo, figures: Mapping[str, Tensor], hidden: Tensor, batch: Batch) -> Tensor:
     """Compute the summed loss of the batch's pairs: hidden (B, T, D) -> () float32.
 
-    figures: of each of FIGURES a () tensor, to which the batch's sum is added.
+    figures: a () tensor per name of FIGURES; the batch's sum is added.
     """
     ratios = log_probabilities(head, hidden, batch) - batch.extra["reference"]  # (B, P, 2)
     chosen, rejected = ratios.unbind(-1)  # (B, P)
@@ -54,7 +54,7 @@ def by_adapter(settings: Dpo | Kto, untrained: Untrained | None) -> bool:
     """Return whether the reference is the model itself with its adapters disabled, run in every step.
 
     Raises:
-        NeedsError: the configuration requires it, and no technique can disable what is trained.
+        NeedsError: the configuration requires it, but there is no adapter to disable.
     """
     if settings.reference == "adapter" and untrained is None:
         found = "no adapter to disable: whole weights are trained, or the adapter uses save or init"

@@ -1,6 +1,6 @@
-"""Group relative policy optimization: raise the likelihood of answers that are better than others to the same prompt.
+"""Group relative policy optimization: raise the likelihood of better-than-average answers to a prompt.
 
-Of a prompt G answers are sampled and rewarded; an answer's advantage A is its reward less its group's mean (divided by
+G answers per prompt are sampled and rewarded; an answer's advantage A is its reward minus its group's mean (divided by
 the group's spread, if that is wanted). With log p of an answer's tokens now, and log q when they were sampled:
 
     r = exp(log p - log q)              of a token, or (`ratio: sequence`) exp of the mean over an answer's tokens
@@ -16,7 +16,7 @@ https://arxiv.org/abs/2503.14476; no spread, the constant: Liu et al. (Dr. GRPO)
 sequence: Zheng et al. (GSPO), https://arxiv.org/abs/2507.18071; cispo: MiniMax, https://arxiv.org/abs/2506.13585; the
 estimate of the divergence: Schulman, http://joschu.net/blog/kl-approx.html.
 
-Shapes: B rows, T tokens a row. Of `Batch.extra`, each (B, T) float32 and 0 where nothing is learnt: `advantages`,
+Shapes: B rows, T tokens per row. In `Batch.extra`, each (B, T) float32 and 0 at non-targets: `advantages`,
 `weights`, `sampled` (log q by the sampler), `old` (log q by this loss, where answers have several updates; without it
 the update is the first one, and q is p) and `reference`. `answers` (B, T) int64 counts a row's answers from 1 on.
 """
@@ -47,13 +47,13 @@ def score(head: nn.Module, settings: Grpo, figures: Mapping[str, Tensor], hidden
     An evaluation's batch has `rewards`, and the loss is their negative sum.
 
     Args:
-        figures: of each of SAMPLED a () tensor, to which the batch's sum is added.
+        figures: a () tensor per name of SAMPLED; the batch's sum is added.
     """
     if "rewards" in batch.extra:
         return -batch.extra["rewards"].sum() + 0 * hidden.sum()
     log_p = token_log_probabilities(head, settings, hidden, batch)
     learnt = batch.labels != IGNORE
-    if "advantages" not in batch.extra:  # a rehearsal's: what it needs is room
+    if "advantages" not in batch.extra:  # a preflight batch: only memory matters
         return -log_p.sum()
     extra = batch.extra
     advantages, weights = extra["advantages"], extra["weights"]
@@ -86,7 +86,7 @@ def score(head: nn.Module, settings: Grpo, figures: Mapping[str, Tensor], hidden
 
 
 def token_log_probabilities(head: nn.Module, settings: Grpo, hidden: Tensor, batch: Batch) -> Tensor:
-    """Return log p of each target under the temperature, as it was sampled: hidden (B, T, D) -> (B, T), others 0."""
+    """Return log p of each target under the sampling temperature: hidden (B, T, D) -> (B, T), others 0."""
     losses: Tensor = head(hidden / settings.temperature if settings.temperature != 1 else hidden, batch.labels, "token")
     return -losses
 
@@ -100,7 +100,7 @@ def _mean_of_answers(values: Tensor, answers: Tensor) -> Tensor:
 
 
 def advantages_of(rewards: Sequence[float | None], settings: Grpo) -> list[float]:
-    """Return the advantages of a group's answers; 0 for one whose reward is not known, or where all are equal."""
+    """Return the advantages of a group's answers; 0 for an unknown reward, or if all are equal."""
     known = [r for r in rewards if r is not None]
     if len(set(known)) < 2:  # a mean is rounded
         return [0.0] * len(rewards)
@@ -110,7 +110,7 @@ def advantages_of(rewards: Sequence[float | None], settings: Grpo) -> list[float
 
 
 def token_weight(settings: Grpo, length: int, terms: int, tokens: int, answers: int) -> float:
-    """Return the weight of each token of an answer, whose sum over the step is divided by `terms`.
+    """Return the weight of each token of an answer; the sum over the step is divided by `terms`.
 
     Args:
         terms: target tokens in the step's rows.

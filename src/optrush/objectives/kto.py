@@ -8,7 +8,7 @@ With log-probabilities summed over a document's targets, and the untrained model
     bad         w_bad (1 - s(beta (z - r)))
 
 s is the logistic function. A mismatched document is a prompt with the answer of another row (data/dataset.py); the
-mean is over those of one micro-batch of one rank.
+mean is over one rank's micro-batch.
 Source: Ethayarajh et al., https://arxiv.org/abs/2402.01306, equations 7 and 8.
 Differs from TRL: each row has its mismatched answer from anywhere in the data, where TRL has it from the same
 micro-batch; and z is not averaged over ranks.
@@ -29,7 +29,7 @@ from optrush.objectives.pairs import log_probabilities
 def score(head: nn.Module, settings: Kto, metrics: Mapping[str, Tensor], hidden: Tensor, batch: Batch) -> Tensor:
     """Compute the summed loss of the batch's answers: hidden (B, T, D) -> () float32.
 
-    metrics: of each of JUDGEMENTS a () tensor, to which the batch's sum is added.
+    metrics: a () tensor per name of JUDGEMENTS; the batch's sum is added.
     """
     there, good = batch.extra["pairs"], batch.extra["desirable"]  # (B, P)
     ratios = log_probabilities(head, hidden, batch) - batch.extra["reference"]  # (B, P, 2)

@@ -6,7 +6,7 @@ With the mean log p of a document's targets, log odds = log p - log(1 - p), and 
 
 s is the logistic function. Source: Hong et al., https://arxiv.org/abs/2403.07691, equations 2 to 7; beta is its lambda.
 Differs from TRL: the first term is the mean over the answer of each pair, as in the paper, where TRL has the mean over
-all tokens of a micro-batch, prompts included, which changes with how a step is cut.
+all tokens of a micro-batch, prompts included, which depends on the micro-batch size.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from optrush.objectives.pairs import add_rewards, log_probabilities, target_coun
 def score(head: nn.Module, settings: Orpo, figures: Mapping[str, Tensor], hidden: Tensor, batch: Batch) -> Tensor:
     """Compute the summed loss of the batch's pairs: hidden (B, T, D) -> () float32.
 
-    figures: of each of FIGURES a () tensor, to which the batch's sum is added.
+    figures: a () tensor per name of FIGURES; the batch's sum is added.
     """
     there = batch.extra["pairs"]
     means = log_probabilities(head, hidden, batch) / target_counts(batch)  # (B, P, 2)
     add_rewards(figures, settings.beta * means, batch)
-    # A mean of 0, of a place without a pair or an answer learnt by heart, has no odds: infinite, and so its gradient.
+    # A mean of 0 (no pair, or a memorised answer) has infinite odds and an infinite gradient.
     least = torch.finfo(means.dtype).eps / 2
     means = torch.where(there[..., None], means, -1).clamp(max=-least)
     odds = means - torch.log(-torch.expm1(means))

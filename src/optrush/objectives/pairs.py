@@ -1,6 +1,6 @@
-"""Sum what objectives of pairs compare: log-probabilities and targets of documents; add up the rewards.
+"""Sum log-probabilities and targets per document for preference objectives; add up the rewards.
 
-Shapes: B rows, T tokens a row, P pairs at most in a row; pair p of a row is its documents 2p and 2p + 1. No function
+Shapes: B rows, T tokens per row, at most P pairs per row; pair p of a row is its documents 2p and 2p + 1. No function
 synchronizes with the device.
 """
 

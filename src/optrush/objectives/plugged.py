@@ -1,7 +1,7 @@
-"""Find losses, objectives and optimizers of other people by name, call them, and name them in what goes wrong.
+"""Find users' losses, objectives and optimizers by name, call them, and name them in errors.
 
-A name is an entry point of a package (`GROUPS`), or `FILE.py:NAME`, or `MODULE:NAME` (docs/python.md). What a program
-gives to the functions of `optrush` as an object has such a name, too: by it the processes of a ladder find the object.
+A name is an entry point of a package (`GROUPS`), or `FILE.py:NAME`, or `MODULE:NAME` (docs/python.md). An object
+passed to the functions of `optrush` also gets such a name, so that a ladder's processes find it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ GROUPS: dict[Kind, tuple[str, ...]] = {
     "loss": ("optrush.losses", "optrush.objectives"), "optimizer": ("optrush.optimizers",),
     "reward": ("optrush.rewards",),
 }  # fmt: skip
-HERE = "python:"  # begins the name of an object that no other process can import
-_given: dict[str, Any] = {}  # by name, what a program gave as an object
-_files: dict[str, str] = {}  # of what was found: its file -> its description
-_importing: list[str] = []  # descriptions of what is being imported
+HERE = "python:"  # prefix of objects that other processes cannot import
+_given: dict[str, Any] = {}  # objects passed by a program, by name
+_files: dict[str, str] = {}  # file -> description of the found objects
+_importing: list[str] = []  # descriptions of running imports
 
 
 def find(kind: Kind, use: str) -> Any:
@@ -101,7 +101,7 @@ def _file_module(path: Path, what: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(known, path)
         assert spec is not None and spec.loader is not None
         sys.modules[known] = module = importlib.util.module_from_spec(spec)
-        sys.path[:] = [*sys.path, *({str(path.parent)} - {*sys.path})]  # modules beside the file
+        sys.path[:] = [*sys.path, *({str(path.parent)} - {*sys.path})]  # modules next to the file
         try:
             spec.loader.exec_module(module)
         except BaseException:
@@ -118,10 +118,10 @@ def refuse_while_importing(asked: str) -> None:
 
 
 def named(kind: Kind, given: Any, *, elsewhere: bool = False) -> dict[str, Any]:
-    """Return `use` and `options` of an object, as a configuration has them.
+    """Return `use` and `options` of an object for a configuration.
 
     Args:
-        given: a name, a function or class, or a `partial` of one, whose keywords are the options.
+        given: a name, a function or class, or a `partial` of one with the options as keywords.
         elsewhere: other processes must find it.
 
     Raises:
@@ -150,7 +150,7 @@ def named(kind: Kind, given: Any, *, elsewhere: bool = False) -> dict[str, Any]:
 
 
 def source_of(kind: Kind, use: str) -> str:
-    """Return the text of what is named, by which a resumed run sees a change; its name where there is no text."""
+    """Return the source of a named object, to detect changes on resume; its name without a source."""
     try:
         return inspect.getsource(find(kind, use))
     except (OSError, TypeError):
@@ -164,7 +164,7 @@ def absolute_name(use: str) -> str:
 
 
 def built(what: str, made: Callable[..., Any], options: Mapping[str, Any], *arguments: Any) -> Any:
-    """Call what was found; raise ConfigError for options that it does not take and for what it raises."""
+    """Call the found object; raise ConfigError for invalid options and for its exceptions."""
     try:
         signature = inspect.signature(made)
         signature.bind(*arguments, **options)
@@ -223,7 +223,7 @@ def _kind(value: Any) -> str:
 
 @contextmanager
 def blamed(what: str, do: str = "fix that line; --debug shows the traceback") -> Iterator[None]:
-    """Raise what code of other people raises as an error of three lines, with the line of its file.
+    """Convert exceptions of users' code to three-line errors with the line of its file.
 
     Raises:
         ConfigError: before step 1 of a run. RunError: from then on.
@@ -239,7 +239,7 @@ def blamed(what: str, do: str = "fix that line; --debug shows the traceback") ->
 
 
 def blame(error: Exception) -> UserError | RunError | None:
-    """Return the error of a plug-in whose code is under way in a traceback, as in its own backward pass; else None."""
+    """Return the error of a plug-in found in a traceback, such as its backward pass; else None."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     what = next((_files[file] for file in reversed(files) if file in _files), None)
     return None if what is None else _error(what, error, "fix that line; --debug shows the traceback")

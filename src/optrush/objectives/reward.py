@@ -26,7 +26,7 @@ from optrush.objectives.pairs import add_rewards
 def score(head: nn.Module, settings: Reward, metrics: Mapping[str, Tensor], hidden: Tensor, batch: Batch) -> Tensor:
     """Compute the summed loss of the batch's pairs: hidden (B, T, D) -> () float32.
 
-    metrics: of each of FIGURES a () tensor, to which the batch's sum is added.
+    metrics: a () tensor per name of FIGURES; the batch's sum is added.
     """
     assert isinstance(head, ScoreHead)
     rewards = last_scores(head(hidden, batch.labels, reduce="token"), head.pad, batch)  # (B, P, 2)

@@ -1,7 +1,7 @@
 """Compute rewards in worker processes: in parallel, with a time limit that also ends code in C, and bounded memory.
 
-A worker is a fresh interpreter, so that it has nothing of the training process: no GPU, no locks, no memory. It has one
-answer at a time. A worker that is late or dies costs that answer its reward, as an exception does, and is replaced. So
+A worker is a fresh interpreter that shares nothing with the training process: no GPU, locks or memory. It has one
+answer at a time. If a worker is late or dies, that answer has no reward, as after an exception, and it is replaced. So
 is a worker after RECYCLED answers, or once it has grown by GROWTH_bytes.
 """
 
@@ -36,7 +36,7 @@ LEFT_TO_PARENT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def judge_of(settings: Grpo) -> Judge:
-    """Return the rewards of a run. Raises ConfigError, as `open_reward`, or if workers cannot load a function."""
+    """Return the rewards of a run. Raises ConfigError like `open_reward`, or if workers cannot load a function."""
     if not settings.reward_workers:
         return Judge(settings.rewards, settings.reward_timeout)
     return PooledJudge(settings.rewards, settings.reward_timeout, settings.reward_workers)
@@ -54,7 +54,7 @@ class RewardWorker:
 
 
 class PooledJudge(Judge):
-    """The rewards of a run, computed by `count` workers; they begin with the first answers and end with this object."""
+    """The rewards of a run, computed by `count` workers; they start with the first answers and end with this object."""
 
     def __init__(self, rules: Sequence[RewardRule], seconds: float, count: int) -> None:
         super().__init__(rules, seconds)
@@ -76,7 +76,7 @@ class PooledJudge(Judge):
         try:
             while len(found) < len(answers):
                 self._advance(answers, todo, found)
-        except BaseException:  # results of this call must not be taken for the next one's
+        except BaseException:  # results of this call must not reach the next one
             _end(self.workers)
             raise
         ordered = [found[i] for i in range(len(answers))]
@@ -87,7 +87,7 @@ class PooledJudge(Judge):
         self, answers: Sequence[tuple[str, str, Mapping[str, Any], str]], todo: deque[int],
         found: dict[int, tuple[list[float] | None, str]],
     ) -> None:  # fmt: skip
-        """Give answers to idle workers, and take the next results."""
+        """Send answers to idle workers, and receive the next results."""
         while len(self.workers) < min(self.count, len(todo) + sum(w.number is not None for w in self.workers)):
             self.workers.append(_begin(self.rules, self.seconds))
         for worker in self.workers:
@@ -115,7 +115,7 @@ class PooledJudge(Judge):
             worker.pipe.send(answers[number])
 
     def _result(self, worker: RewardWorker, late: bool) -> tuple[list[float] | None, str]:
-        """Return an answer's values and its failure; a worker that is late, dead or used up is taken out."""
+        """Return an answer's values and its failure; a late, dead or used up worker is removed."""
         try:
             if late:
                 raise EOFError
@@ -139,7 +139,7 @@ class PooledJudge(Judge):
 
 def _begin(rules: Sequence[RewardRule], seconds: float) -> RewardWorker:
     ours, theirs = Pipe()
-    places = [place or os.getcwd() for place in sys.path]  # in no variable, which a reward's programs would inherit
+    places = [place or os.getcwd() for place in sys.path]  # not in a variable: a reward's programs would inherit it
     with theirs:
         code = f"from {__name__} import serve; serve({theirs.fileno()}, {os.getpid()})"
         process = subprocess.Popen(
@@ -152,16 +152,16 @@ def _begin(rules: Sequence[RewardRule], seconds: float) -> RewardWorker:
 
 
 def _end(workers: list[RewardWorker], parent: int = 0) -> int:
-    """Kill workers with what they began; return the last one's exit code, or minus the signal that ended it.
+    """Kill workers and their children; return the last one's exit code, or minus the fatal signal.
 
     Args:
-        parent: the process that they belong to: a copy of it has none. 0: this one.
+        parent: the owning process (a fork has no workers). 0: this one.
     """
     code = 0
     while workers and parent in (0, os.getpid()):
         worker = workers.pop()
         worker.pipe.close()
-        with suppress(subprocess.TimeoutExpired):  # one that is dead has a code of its own
+        with suppress(subprocess.TimeoutExpired):  # a dead one has its own code
             worker.process.wait(0.1)
         with suppress(ProcessLookupError):  # the group of a process that was waited for, if others are in it
             os.killpg(worker.process.pid, signal.SIGKILL)
@@ -171,7 +171,7 @@ def _end(workers: list[RewardWorker], parent: int = 0) -> int:
 
 def serve(number: int, parent: int) -> None:
     """Reward answers from a pipe until it ends."""
-    for each in LEFT_TO_PARENT:  # not SIG_IGN, which programs that a reward starts would inherit
+    for each in LEFT_TO_PARENT:  # not SIG_IGN: a reward's programs would inherit it
         signal.signal(each, lambda *_: None)
     os.register_at_fork(after_in_child=lambda: [signal.signal(each, signal.SIG_DFL) for each in LEFT_TO_PARENT])
     die_with_parent(parent, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Reward sampled answers by rules that can be checked: a number, a text, a pattern, a length, a function of one's own.
+"""Reward sampled answers by verifiable rules: a number, a text, a pattern, a length, a user's function.
 
 A reward is `function(answer, reference, row) -> number`: the sampled text, the row's own answer, and the row. What
 cannot be rewarded (the function raised, took too long, or gave no number) has no reward. That is counted and logged; it
@@ -23,8 +23,8 @@ from optrush.objectives import plugged
 
 NUMBER = re.compile(r"(?<!\d)-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
-MARKED = re.compile(rf"####\s*([^\n]*)|{BOXED}")  # where an answer names its result
-LARGEST = 1e12  # of a reward: sums of more lose the others
+MARKED = re.compile(rf"####\s*([^\n]*)|{BOXED}")  # marks of an answer's result
+LARGEST = 1e12  # maximum reward: larger ones would absorb the others in a sum
 Function = Callable[[str, str, Mapping[str, Any]], float]
 
 
@@ -37,7 +37,7 @@ def last_number(text: str) -> Decimal | None:
 def result_number(text: str) -> Decimal | None:
     r"""Return the number after the last `####` or in the last `\boxed{}`, else the last number of a text."""
     marked = [one or two for one, two in MARKED.findall(text)]
-    if marked and "\\" in marked[-1]:  # a fraction or another formula: no single number
+    if marked and "\\" in marked[-1]:  # a fraction or another formula, not a single number
         return None
     return last_number(marked[-1] if marked else text)
 
@@ -73,7 +73,7 @@ WITH_OPTIONS = {"regex": ("pattern", str), "length": ("most", int)}
 
 
 def is_own(rule: RewardRule) -> bool:
-    """Return whether a rule is a function of other people, which may read the row."""
+    """Return whether a rule is a user's function, which may read the row."""
     return rule.use not in BUILT_IN and rule.use not in WITH_OPTIONS
 
 
@@ -111,7 +111,7 @@ def open_reward(rule: RewardRule) -> Function:
 
 @contextmanager
 def _forks_ended() -> Iterator[None]:
-    """End processes that the block forks where they leave it: each would continue as a second trainer or worker."""
+    """Kill forked processes that leave the block: each would continue as a second trainer or worker."""
     process, code = os.getpid(), 1
     try:
         yield
@@ -126,9 +126,9 @@ def _forks_ended() -> Iterator[None]:
 
 @dataclass
 class Judge:
-    """The rewards of a run: their weighted sum for an answer, and what failed.
+    """The rewards of a run: their weighted sum for an answer, and failures.
 
-    seconds: a function may take for an answer.
+    seconds: limit of a function per answer.
     """
 
     rules: Sequence[RewardRule]
@@ -159,7 +159,7 @@ class Judge:
                 if isinstance(value, str | bytes) or not abs(float(value)) <= LARGEST:
                     raise ValueError(f"it returned {value!r}, not a finite number up to {LARGEST:g}")
                 found.append(float(value))
-            except (Exception, SystemExit, TooLong) as error:  # of whoever wrote it
+            except (Exception, SystemExit, TooLong) as error:  # from the user's code
                 what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 self.first_failure = self.first_failure or one_line(f"the reward `{rule.use}` at {where}: {what}")
                 return None

@@ -23,10 +23,10 @@ class Adam8bit:
     """Decoupled weight decay; norms and biases never decay (`TrainedParam.decays`).
 
     States of a matrix (R, C), or of any tensor with rows of C: `mean` and `square`, bytes in its shape; `mean_scale`
-    and `square_scale`, (R, ceil(C / 256)) float32, cut like its rows; `count`. `square` is the code of the root. Which
+    and `square_scale`, (R, ceil(C / 256)) float32, sharded like rows; `count`. `square` is the code of the root. Which
     parameters are quantized depends on full shapes, so that every sharding agrees.
 
-    Memory: 2 bytes a parameter and 8 a block of 256; 8 bytes a parameter of norms and biases.
+    Memory: 2 bytes per parameter and 8 per block of 256; 8 bytes per parameter of norms and biases.
     """
 
     reads_host = False
@@ -76,7 +76,7 @@ class Adam8bit:
         """Return whether a parameter's moments are quantized.
 
         Raises:
-            NeedsError: they would be, but a rank holds parts of rows.
+            NeedsError: they would be, but a rank has parts of rows.
         """
         quantizes = len(t.full_shape) > 1 and math.prod(t.full_shape) >= SMALL
         if quantizes and tuple(t.local.shape[1:]) != tuple(t.full_shape[1:]):
@@ -105,14 +105,14 @@ class Adam8bit:
 class Adam4bit(Adam8bit):
     """The same with 4 bits: `mean` and `square` (R, ceil(C / 2)), scales (R, ceil(C / 128)).
 
-    Memory: 1 byte a parameter and 8 a block of 128; 8 bytes a parameter of norms and biases.
+    Memory: 1 byte per parameter and 8 per block of 128; 8 bytes per parameter of norms and biases.
     """
 
     bits = 4
 
 
 def _update(group: QuantizedGroup) -> GroupUpdate:
-    """Return the update of a group: the kernel on a GPU, elsewhere the reference."""
+    """Return the update function of a group: the kernel on a GPU, else the reference."""
     if group.params.counts.is_cuda:
         from optrush.kernels.adam8bit_triton import QuantizedLauncher
 

@@ -1,8 +1,8 @@
 """AdamW over local tensors: the same mathematics on one rank and on a shard, states under canonical names.
 
 Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Weights are updated by torch's functional AdamW, which
-takes tensors (no DTensor) and so works with every sharding; or by kernels/adamw.py, where bfloat16 weights are not
-rounded to the nearest, or where one launch on a GPU updates all.
+takes tensors (no DTensor) and so works with every sharding; or by kernels/adamw.py, if bfloat16 weights are not
+rounded to nearest, or if one launch on a GPU updates all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Optimizer(Protocol):
     rounding: Rounding  # of bfloat16 weights: the trainer's, or the run is refused
 
     def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
-        """Update once with gradients divided by `grad_scale`; nothing at all changes where `found_inf` is 1.
+        """Update once with gradients divided by `grad_scale`; nothing changes if `found_inf` is 1.
 
         Args:
             only: indices of trained parameters, ascending; None: all that have a gradient.
@@ -57,7 +57,7 @@ class Optimizer(Protocol):
 
 
 class PageableOptimizer(Optimizer, Protocol):
-    """An optimizer that takes its states' memory from a `StateAllocator`."""
+    """An optimizer with states allocated by a `StateAllocator`."""
 
     def param_state(self, i: int) -> Mapping[str, Tensor]:
         """Return state's name -> local tensor of the i-th parameter."""
@@ -124,7 +124,7 @@ class AdamW:
             if narrow or (launch and w.dtype == torch.float32):
                 at.setdefault(w.dtype, []).append(i)
         self.reads_host = not fused and sum(map(len, at.values())) < len(local)
-        # torch's loop reads each count on the host, where its own optimizer has them, too.
+        # torch's loop reads each count on the host, like its own optimizer.
         self.count = [torch.zeros((), dtype=torch.float32, device=w.device if fused else "cpu") for w in local]
         self.remainders: dict[int, Tensor] = {}
         self.groups = [(indices, self._group(indices, seed)) for indices in at.values()]
@@ -208,7 +208,7 @@ def write_rounded(
 
 
 class MatrixOptimizer:
-    """Base of optimizers of matrices, which leave all other parameters to AdamW. No kahan rounding."""
+    """Base of matrix optimizers, which use AdamW for all other parameters. No Kahan rounding."""
 
     reads_host = False
 

@@ -22,7 +22,7 @@ from optrush.kernels.adamw import ParamTable, Rounding, contiguous_ranges
 from optrush.optim.adamw import LocalParam, MatrixOptimizer, param_table
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-LEAST_NORM = 1e-7  # of a matrix; below it the result is scaled down instead of amplifying noise
+LEAST_NORM = 1e-7  # minimum norm of a matrix; below, the result is scaled down to avoid amplifying noise
 LIKE_ADAMW = 0.2  # the approximate root mean square of AdamW's update, in units of the rate
 
 
@@ -57,7 +57,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class ShapeGroup:
-    """Matrices of one shape with equal pieces, which are updated together."""
+    """Matrices of one shape with equal pieces, updated together."""
 
     weights: list[Tensor]  # (R, C) each, contiguous
     momenta: list[Tensor]
@@ -68,7 +68,7 @@ class ShapeGroup:
 class Muon(MatrixOptimizer):
     """Decoupled weight decay; norms and biases never decay (`TrainedParam.decays`).
 
-    States of a matrix: `momentum` in the weight's dtype, and `count`; of everything else those of AdamW.
+    States of a matrix: `momentum` in the weight's dtype, and `count`; for other parameters AdamW's.
 
     Memory: 4 bytes a parameter of the matrices (2 with bf16 weights), and temporaries of `room` elements.
     """

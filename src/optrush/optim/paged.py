@@ -2,13 +2,13 @@
 
 The optimizer is unaware of it. It updates rows of parameters like shards (same name, same full shape, their offset in
 it), so its bits are those of the unpaged optimizer. Its state allocator returns memory in one of two slots on the
-device: piece k has slot k % 2 to itself while it is there. Then the optimizer steps one piece after the other:
+device: piece k has slot k % 2 to itself. Then the optimizer steps one piece at a time:
 
     the caller's stream   update k - 1            | update k                | update k + 1
     inward                  states k to slot k % 2  | states k + 1 ...
     outward                                         | states k - 1 back to the host | ...
 
-Rows of a parameter have rows of its states: on the host they form one tensor a state, which checkpoints read and write.
+Parameter rows have state rows: on the host they form one tensor per state, which checkpoints read and write.
 Values without dimensions (counts), and the states of small parameters, stay on the device.
 
 A slot is written after the copies that read it, because the caller's stream has waited for them, and read after the
@@ -32,8 +32,8 @@ from optrush.errors import NeedsError, first_line
 from optrush.models.activation_offload import ALIGNED, Lane, Pair, Streams
 from optrush.optim.adamw import LocalParam, OptimizerFactory, StateAllocator, allocate_state
 
-ROWS = 16  # rows are cut at multiples of it, which preserves alignment
-EVEN = 32  # weights: a row of a multiple of them is aligned with states of any number of bytes
+ROWS = 16  # rows are split at multiples of this, for alignment
+EVEN = 32  # weights: rows of a multiple of this are aligned for states of any size
 
 
 class Bus(Lane, Protocol):
@@ -44,7 +44,7 @@ class Bus(Lane, Protocol):
 
 
 class Registered(Streams):
-    """A stream of a CUDA device with pinned memory of the exact size: torch's is rounded up to a power of two."""
+    """A CUDA stream with pinned memory of the exact size: torch rounds up to a power of two."""
 
     def page(self, size: int) -> Tensor:
         page = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
@@ -59,7 +59,7 @@ class Registered(Streams):
 
 @dataclass(frozen=True)
 class ParamRows:
-    """Some rows of a parameter, which an optimizer updates like a shard."""
+    """A range of a parameter's rows, updated like a shard."""
 
     of: LocalParam
     rows: slice
@@ -78,7 +78,7 @@ class ParamRows:
 
 
 class Paged:
-    """An optimizer whose states are on the host.
+    """An optimizer with states on the host.
 
     Memory: on the device two slots, each as large as the states of `piece` weights; on the host all states.
     """
@@ -90,8 +90,8 @@ class Paged:
         """
         Args:
             room_bytes: limit of this process's host memory; None: unknown.
-            piece: weights whose states are copied together.
-            least: weights of a parameter below which its states stay on the device.
+            piece: number of weights with states copied together.
+            least: smaller parameters keep their states on the device.
         """
         self.trained, self.inward, self.outward = list(trained), inward, outward
         cut = [list(_rows(t, piece, least)) for t in self.trained]
@@ -105,7 +105,7 @@ class Paged:
         self._allocate_host(room_bytes)
 
     def _slot_allocator(self, factory: OptimizerFactory) -> StateAllocator:
-        """Allocate the slots, sized by building an optimizer of each piece alone; return what allocates in them."""
+        """Allocate the slots, sized by building an optimizer per piece; return their allocator."""
         where = {id(self.rows[i]): k for i, k in self.piece.items()}
         taken = [0] * len({*where.values()})  # bytes of its slot, by piece
 
@@ -181,13 +181,13 @@ class Paged:
             self.left[k % 2] = self.outward.copy([(host, here) for i in turns[k] for here, host in self.pairs[i]])
 
     def _prefetch(self, k: int, rows: Sequence[int]) -> Any:
-        """Start copies into a slot after those that still read it."""
+        """Start copies into a slot after its pending reads."""
         if self.left[k % 2] is not None:
             self.outward.wait(self.left[k % 2])
         return self.inward.copy([pair for i in rows for pair in self.pairs[i]])
 
     def release(self) -> None:
-        """Free host memory and slots; there is no state afterwards."""
+        """Free host memory and slots; the states are gone afterwards."""
         self.state()  # waits for the copies
         self.pairs, self.host, self.slots, self.pages = {}, [], [], []
 

@@ -1,4 +1,4 @@
-"""Step this rank's pieces with an optimizer of other people: a class of torch.optim's, or one like ours."""
+"""Step this rank's shards with a user's optimizer: a torch.optim class, or one like ours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optrush.kernels.adamw import Rounding
 from optrush.objectives.plugged import blamed, built
 from optrush.optim.adamw import LocalParam, Optimizer
 
-# Classes of torch that update each value by itself, so that a piece of a matrix is updated like the whole.
+# Elementwise classes of torch: a shard of a matrix is updated like the whole.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD")
 
 
@@ -37,7 +37,7 @@ def plugged_optimizer(
 
 
 class BlamedOptimizer:
-    """An optimizer like ours, whose errors name it."""
+    """A user's optimizer like ours, with errors that name it."""
 
     def __init__(self, what: str, inner: Any) -> None:
         self.what, self.inner = what, inner
@@ -57,9 +57,9 @@ class BlamedOptimizer:
 class TorchOptimizer:
     """A torch.optim.Optimizer over this rank's pieces. Its learning rate is the run's; it reads the device.
 
-    States that the class makes in its first step have to be there for a checkpoint to be loaded into: a step on a
+    States created in the first step must exist before a checkpoint is loaded: a step on a
     gradient of zeros makes them, one parameter at a time. `updates` counts a parameter's steps; before the first one
-    those states are dropped, so that the class begins as it always does. Numbers among its states are saved as tensors.
+    those states are dropped, so that the class starts as usual. Numbers among its states are saved as tensors.
     """
 
     reads_host = True
@@ -96,7 +96,7 @@ class TorchOptimizer:
                 state.zero_()
 
     def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
-        """Update once, as `Optimizer.step`."""
+        """Update once; see `Optimizer.step`."""
         if found_inf.item():
             return
         for group in self.inner.param_groups:
@@ -135,7 +135,7 @@ class TorchOptimizer:
         }
 
     def _restore(self, i: int, p: nn.Parameter) -> None:
-        """Give the class its states: those saved, or before the first step what it made when it was built."""
+        """Give the class its states: the saved ones, or before the first step its initial ones."""
         if not self.saved[i]["updates"].item():
             self.inner.state.pop(p, None)
             if i in self.initial:
@@ -147,7 +147,7 @@ class TorchOptimizer:
                 held[key] = type(value)(self.saved[i][key].item())
 
     def _save(self, i: int, updates: Tensor) -> None:
-        """Keep the states under one tensor each, which a checkpoint reads and is loaded into."""
+        """Keep each state as one tensor for checkpoints to read and fill."""
         saved, held = self.saved[i], self.inner.state.get(self.parameters[i], {})
         for key, value in {**held, "updates": updates}.items():
             if value is None:
@@ -182,7 +182,7 @@ def _check(
 
 
 def _savable(t: LocalParam, state: Any) -> bool:
-    """Return whether a checkpoint can save a state: of a piece, the state has its shape, its rows or no dimensions."""
+    """Return whether a checkpoint can save a state: it has the shard's shape, its rows or no dimensions."""
     whole, local, shape = tuple(t.full_shape), tuple(t.local.shape), tuple(getattr(state, "shape", ()))
     return local == whole or shape in ((), local) or (shape[0] == local[0] and local[1:] == whole[1:])
 

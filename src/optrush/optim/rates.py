@@ -10,7 +10,7 @@ from optrush.optim.adamw import LocalParam, Optimizer
 
 
 class ScaledRates:
-    """An optimizer that calls another one twice a step: at the rate, and at `ratio` times the rate.
+    """An optimizer that calls another one twice per step: at the rate, and at `ratio` times the rate.
 
     Source: Hayou et al., https://arxiv.org/abs/2402.12354
     """
@@ -32,6 +32,6 @@ class ScaledRates:
         return self.inner.state()
 
     def release(self) -> None:
-        """Free what the inner optimizer holds outside of torch."""
+        """Free the inner optimizer's memory outside torch."""
         if free := getattr(self.inner, "release", None):
             free()

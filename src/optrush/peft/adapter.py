@@ -1,12 +1,12 @@
-"""Place adapters at the linears of a frozen model, freeze it, and switch adapters off. IA3, the simplest adapter.
+"""Attach adapters to the linears of a frozen model, freeze it, and disable adapters. IA3, the simplest adapter.
 
 An adapter is a module under `linear.adapter`. It wraps the linear's `matmul` and never reads `linear.weight`, because a
 quantized base has none. Its parameters have canonical names (`blocks.0.qkv.adapter.a`). A linear of
 several pieces (the decoder's qkv and gate/up) has one adapter for its chosen pieces, given by Hugging Face's names
-(`q_proj`); where one published tensor has all pieces, one adapter of that module, its rows in our order.
+(`q_proj`); if one published tensor has all pieces, one adapter of that module, with rows in our order.
 
-IA3: learned factors of a linear's output, or of its input. They multiply in float32 and the result is cast to the type
-of the product: in bfloat16 a factor near 1 would change in steps of 1/256.
+IA3: learned factors of a linear's output or input. They multiply in float32 and the result is cast to the
+matmul dtype: in bfloat16 a factor near 1 would change in steps of 1/256.
 Source: https://arxiv.org/abs/2205.05638
 """
 
@@ -51,20 +51,20 @@ class AdapterToggle:
 
 
 class LinearAdapter(nn.Module, ABC):
-    """Base of adapters: the rows of a linear that one adapts, and the product that it wraps.
+    """Base of adapters: the adapted rows of a linear, and the wrapped matmul.
 
-    The rows of a linear are `groups` groups of its pieces; the chosen rows are those of the pieces with an adapter.
+    The rows of a linear are `groups` groups of its pieces; the chosen rows belong to pieces with an adapter.
     """
 
     room = Padding()
-    split: tuple[int, int, int] | None = None  # dimension of the weight, this rank, ranks: the linear is cut over ranks
-    unsplittable: str | None = None  # why the linear of this adapter cannot be cut
+    split: tuple[int, int, int] | None = None  # dimension of the weight, this rank, ranks: the linear is sharded
+    unsplittable: str | None = None  # why the linear of this adapter cannot be sharded
 
     def __init__(self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle) -> None:
         """modules: Hugging Face's, one a piece, or one of all; names: the last parts of the chosen ones."""
         super().__init__()
         sizes = [rows for _, rows in linear.output_splits]
-        self.below = sizes if len(modules) < len(sizes) else []  # pieces of one published tensor, one below the other
+        self.below = sizes if len(modules) < len(sizes) else []  # stacked pieces of one published tensor
         self.groups, self.sizes = linear.groups, [sum(sizes)] if self.below else sizes
         self.width, self.rows = linear.in_features, linear.out_features
         self.chosen = [last(m) in names for m in modules]
@@ -79,7 +79,7 @@ class LinearAdapter(nn.Module, ABC):
 
     @abstractmethod
     def adapted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the inner product with the adapter."""
+        """Compute the inner matmul with the adapter."""
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Return A (r, width) and U (rows, r) if the adapter adds U A x and does nothing else; else None."""
@@ -94,7 +94,7 @@ class LinearAdapter(nn.Module, ABC):
         """Yield PEFT's names and tensors of whole parameters, given by our names."""
 
     def exported(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield as `published`, for the published weight, if the frozen one is another."""
+        """Yield like `published`, relative to the published weight if the frozen one differs."""
         yield from self.published(whole)
 
     @abstractmethod
@@ -106,10 +106,10 @@ class LinearAdapter(nn.Module, ABC):
         """Return the adapter's fields of PEFT's adapter_config.json."""
 
     def part(self, t: Tensor, along: int, dim: int) -> Tensor:
-        """Return what this rank's part of the linear needs of a whole parameter.
+        """Return the part of a whole parameter for this rank's part of the linear.
 
         Args:
-            along: the dimension of the linear's weight that dimension `dim` of the parameter lies along.
+            along: the dimension of the linear's weight that matches dimension `dim` of the parameter.
         """
         if self.split is None or self.split[0] != along:
             return t
@@ -225,11 +225,11 @@ def check_targets(
 def freeze_base(model: Model, recipe: WeightMap, save: Collection[str], precision: torch.dtype | None) -> set[str]:
     """Freeze everything except the modules `save`; return the canonical names of their parameters.
 
-    Frozen float32 matrices of linears, embedding and head are cast to the products' type `precision`, to which each use
+    Frozen float32 matrices of linears, embedding and head are cast to the matmul dtype `precision`, to which each use
     would cast them; the embedding's output keeps its type.
     """
     trained = {name for name, module in outside(model, recipe).items() if last(module) in save}
-    trained |= {"head.weight"} if model.head.scores else set()  # it has learnt nothing before
+    trained |= {"head.weight"} if model.head.scores else set()  # it is untrained
     for name, p in model.named_parameters():
         p.requires_grad_(name in trained)
     if precision is None:
@@ -242,7 +242,7 @@ def freeze_base(model: Model, recipe: WeightMap, save: Collection[str], precisio
         weight = module.get_parameter(name)
         if weight.requires_grad or weight.dtype != torch.float32:
             continue
-        if module is model.embedding:  # before other hooks, so that their results keep their type
+        if module is model.embedding:  # before other hooks, so that their results keep their dtype
             module.register_forward_hook(lambda module, inputs, out: out.float(), prepend=True)
         setattr(module, name, nn.Parameter(weight.to(precision), requires_grad=False))
     model.tie()
@@ -259,7 +259,7 @@ def place(
 
 
 def fill_from(values: Tensor, local: Tensor, offset: Shape) -> None:
-    """Fill a rectangle with its part of the whole `values`, as far as they have rows."""
+    """Fill a rectangle with its part of the whole `values`, up to their last row."""
     part = values[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))]
     local[: len(part)].copy_(part)
 

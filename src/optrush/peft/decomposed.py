@@ -1,8 +1,8 @@
-"""Split weights into first adapters and the rest, which is frozen: PiSSA and OLoRA.
+"""Split weights into initial adapters and a frozen rest: PiSSA and OLoRA.
 
 PiSSA takes the r largest singular values of W = U S V: A = (S_r / s)^1/2 V_r and B = U_r (S_r / s)^1/2, with s the
 adapter's factor. OLoRA takes the first r columns and rows of W = Q R: A = R_r and B = Q_r. The frozen weight is
-W - s B A, so the first step computes what the model does.
+W - s B A, so the first step computes the original model.
 
 Source: https://arxiv.org/abs/2404.02948 (PiSSA), https://arxiv.org/abs/2406.01775 (OLoRA); the factors are PEFT's.
 """
@@ -22,13 +22,13 @@ from optrush.peft.ledger import SPLITS
 class Decomposed:
     """A weight source that returns W - s B A for chosen matrices, under any sharding.
 
-    The first A and B stay on the host, 4 bytes a value: the published adapter contains them.
+    The first A and B stay on the host, 4 bytes per value: the published adapter contains them.
     """
 
     def __init__(
         self, source: WeightSource, method: str, rank: int, scaling: float, modules: Collection[str], seed: int
     ) -> None:
-        """modules: Hugging Face's, whose weights are split."""
+        """modules: Hugging Face's, with split weights."""
         assert re.fullmatch(SPLITS, method), method
         self.source, self.method, self.rank, self.scaling, self.seed = source, method, rank, scaling, seed
         self.names = {f"{module}.weight" for module in modules}

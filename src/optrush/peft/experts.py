@@ -1,7 +1,7 @@
 """Low-rank adapters of the matrices of experts, in PEFT's format for parameters (`target_parameters`).
 
-Each expert has an A and a B of its own for `gate_up_proj` and for `down_proj`; its sum is made of the rows routed to
-the expert, as its frozen product is: no matrix W + B A is made. PEFT's tensors have the experts in turn:
+Each expert has its own A and B for `gate_up_proj` and `down_proj`, applied to the rows routed to
+the expert, like its frozen matmul: no matrix W + B A is made. PEFT's tensors have the experts in turn:
 A (N r, width) and B (rows, r N) with the expert last. Of Llama 4, whose class in transformers does not say that its
 matrices are (N, width, rows), PEFT takes rows for the width: there its A is our B transposed, and its B our A.
 
@@ -32,7 +32,7 @@ def _published(kind: str) -> str:
 class ExpertsLora(nn.Module):
     """Adapters of one layer's experts. Parameters: `gate_up_a` (N, r, D), `gate_up_b` (N, 2 F, r), and so for down."""
 
-    hf: tuple[str, ...] = ()  # linears, of which there are none
+    hf: tuple[str, ...] = ()  # linears: none
     feedforward = False
 
     def __init__(
@@ -56,11 +56,11 @@ class ExpertsLora(nn.Module):
     def added(
         self, kind: str, y: Tensor, x: Tensor, ends: Tensor, piece: Callable[[Tensor], Tensor], grouped: Grouped
     ) -> Tensor:
-        """Add the adapter of a matrix to y (rows, out), what that made of x (rows, width) in groups of experts.
+        """Add the adapter of a matrix to its output y (rows, out) for x (rows, width) in groups of experts.
 
         Args:
-            piece: of a parameter what this rank has.
-            grouped: the product of groups of rows.
+            piece: returns this rank's part of a parameter.
+            grouped: the matmul of groups of rows.
         """
         if kind not in self.kinds or not self.switch.on:
             return y
@@ -83,7 +83,7 @@ class ExpertsLora(nn.Module):
         return weight + self.s.scaling * (b @ a)
 
     def _key(self, kind: str) -> str:
-        """Return PEFT's name of the module: where both are adapted, it wraps the experts for gate_up first."""
+        """Return PEFT's name of the module: if both are adapted, it wraps the experts for gate_up first."""
         return f"{self.module}.base_layer" if kind == self.kinds[0] and len(self.kinds) == 2 else self.module
 
     def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -34,14 +34,14 @@ SILENT = frozenset({
     "lora_dropout", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision",
     "target_modules", "target_parameters", "task_type",
 })  # fmt: skip
-# Accepted values of other fields, besides null, false and empty. Other initializations, as PiSSA, change the base.
+# Accepted values of other fields, besides null, false and empty. Other initializations, like PiSSA, change the base.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",), "init_lora_weights": (True, "gaussian"), "init_ia3_weights": (True,),
 }  # fmt: skip
 
 
 def adapters(model: Model) -> dict[str, LinearAdapter | ExpertsLora]:
-    """Return a model's adapters, those on other ranks too, by the names of their linears or of a layer's experts."""
+    """Return a model's adapters, on all ranks, by the names of their linears or of a layer's experts."""
     from optrush.models.experts import StackedMatrices
 
     linears = (*model.linears(), *model.elsewhere.items())
@@ -100,9 +100,9 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
 
 
 def _beside_experts(model: Model, theirs: Mapping[str, LinearAdapter | ExpertsLora]) -> dict[str, str]:
-    """Return modules of feed-forward parts beside experts, each with the name of its parameter.
+    """Return feed-forward modules outside experts, each with the name of its parameter.
 
-    As modules PEFT (version 0.21) would take their names for those of experts, as transformers once had them.
+    As modules PEFT (version 0.21) would mistake their names for old names of experts.
     """
     from optrush.models.experts import StackedMatrices
 
@@ -113,7 +113,7 @@ def _beside_experts(model: Model, theirs: Mapping[str, LinearAdapter | ExpertsLo
 
 
 def _targets(modules: Iterable[str]) -> list[str] | str:
-    """Return what selects these modules in PEFT: their last names, or a pattern where towers have the same names."""
+    """Return PEFT's selector of these modules: their last names, or a pattern if towers have the same names."""
     named = sorted(modules)
     ends = sorted({last(m) for m in named})
     prefix = next((prefix for prefix, _ in LAYOUTS[:2] if bool(named) and all(m.startswith(prefix) for m in named)), "")
@@ -125,16 +125,16 @@ def _beside_towers(module: str) -> bool:
 
 
 def _stored_rows(recipe: WeightMap, parameter: str) -> int:
-    """Return the rows of a parameter in an adapter's file.
+    """Return the number of rows of a parameter in an adapter's file.
 
-    A grown embedding has as many as the tokenizer next to it has tokens: PEFT gives the base's embedding that length.
+    A grown embedding has one per token of the tokenizer next to it: PEFT resizes the base's embedding to that.
     """
     rows, growth = recipe.entries[parameter].shape[0], recipe.growth
     return growth.length if growth is not None and growth.rows < growth.vocab == rows else rows
 
 
 def _whole(model: Model, parameter: str, module: str) -> Iterator[str]:
-    """Yield the names of a parameter trained whole: a tied weight has those of both modules."""
+    """Yield the names of a parameter trained whole: a tied weight has both modules' names."""
     kind = parameter.rpartition(".")[2]
     yield f"{module}.{kind}"
     if model.tied and last(module) == EMBEDDING:
@@ -142,7 +142,7 @@ def _whole(model: Model, parameter: str, module: str) -> Iterator[str]:
 
 
 def read_config(technique: str, folder: str, wanted: Mapping[str, Any]) -> None:
-    """Compare an adapter's configuration with that of a run; without torch.
+    """Compare an adapter's configuration with the run's; without torch.
 
     Args:
         wanted: PEFT's fields and their values in the run.
@@ -178,7 +178,7 @@ def load_adapter(
 ) -> dict[str, Tensor]:
     """Read an adapter's tensors as whole parameters of a model with adapters, by canonical name.
 
-    Of a grown embedding the rows without a token are missing.
+    A grown embedding lacks its rows without a token.
 
     Args:
         trained: canonical names of parameters trained whole.

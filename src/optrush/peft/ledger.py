@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from optrush.models.shapes import ModelShape
 
 
-PIECES = {  # of each linear of our decoder; latent attention has linears of one piece
+PIECES = {  # pieces of each linear of our decoder; latent attention has linears of one piece
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
     "gate_up": ("gate_proj", "up_proj"),
@@ -49,9 +49,9 @@ WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm",
 MIXERS = ("self_attn", "attention", "attn", "self_attention")
 FEEDERS = ("mlp", "feed_forward", "ffn")
 BLOCKS = ("model.layers", "model.language_model.layers", "language_model.model.layers", "transformer.h", "layers")
-MATCHING_s = 2.0  # that matching all names may take
+MATCHING_s = 2.0  # limit for matching all names
 MOST_LAYERS = 200  # an expression that matches fewer is one of some layers
-# Linears of other families, which a list of targets may name though a model has others.
+# Linears of other families, allowed in a list of targets.
 OTHERS = ("c_attn", "c_proj", "c_fc", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2",
           "out_proj", "in_proj", "x_proj", "dt_proj", "w1", "w2", "w3", "Wqkv", "wq", "wk", "wv", "wo")  # fmt: skip
 
@@ -63,8 +63,8 @@ def last(module: str) -> str:
 def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
     """Return the names that `targets` selects in a model with linears of these names; a list may name sets, too.
 
-    A linear with the name of a set is meant by it: `dense` in models of gpt_neox, falcon and phi. A text that is no
-    name is a regular expression of whole module names; a name with a dot in a list is the end of one, as PEFT reads it.
+    A linear with the name of a set wins: `dense` in models of gpt_neox, falcon and phi. A text that is not a
+    name is a regular expression of whole module names; a name with a dot in a list is a suffix, as in PEFT.
     """
     if not isinstance(asked, str):
         parts = (chosen(one, known) if one in SETS else _ends_with(one, known) for one in asked)
@@ -81,7 +81,7 @@ def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...
 
 
 def _ends_with(name: str, known: Collection[str]) -> tuple[str, ...]:
-    """Return the names of linears whose modules end so, shared experts' too; the name itself, if there are none."""
+    """Return the names of linears with this module suffix, shared experts' too; the name itself if none match."""
     if "." not in name or name in DENSE:
         return (name,)
     end = rf".*\.{re.escape(name)}"
@@ -90,10 +90,10 @@ def _ends_with(name: str, known: Collection[str]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def matching(pattern: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of linears whose modules a regular expression matches as a whole, in every layer.
+    """Return the names of linears with modules fully matched by a regular expression in every layer.
 
     Raises:
-        NeedsError: no regular expression, one that matches in some layers alone, or one that takes too long.
+        NeedsError: not a regular expression, matches only in some layers, or takes too long.
     """
     try:
         with limited(MATCHING_s):
@@ -130,7 +130,7 @@ def _matched(pattern: str, read: re.Pattern[str], known: tuple[str, ...]) -> Ite
 
 
 def unmatched(asked: str | Sequence[str], known: Collection[str]) -> list[str]:
-    """Return the entries of a list of targets that match no linear of a model, where others of the list do."""
+    """Return the entries of a list of targets without a match, if others match."""
     names = [] if isinstance(asked, str) else [one for one in asked if one not in SETS]
     lacking = [one for one in names if not {*_ends_with(one, known)} & {*known, *DENSE}]
     return lacking if {*chosen(asked, known)} & {*known} else []
@@ -154,7 +154,7 @@ def remarks(
 
 
 def _meant(name: str, known: Collection[str]) -> bool:
-    """Return whether a name that a model does not have is of another family, and no slip of the keyboard."""
+    """Return whether an unknown name belongs to another family, and is not a typo."""
     families = {*LINEARS, *LATENT, *DELTA, *JOINED.values(), *OTHERS}
     return last(name) in families or not difflib.get_close_matches(last(name), {*known, *families}, 1, 0.75)
 
@@ -167,7 +167,7 @@ def attention_of(known: Collection[str]) -> tuple[str, ...]:
 
 
 def names_of(shape: ModelShape | None) -> tuple[str, ...]:
-    """Return the names of a block's linears without those of experts; those of most families, if unknown."""
+    """Return the names of a block's linears except experts; most families' names if unknown."""
     if shape is None:
         return LINEARS
     if isinstance(shape, TracedShape):
@@ -192,7 +192,7 @@ def targeted(targets: str | Sequence[str], joined: Collection[str]) -> Iterator[
 
 
 def require_names(technique: str, option: str, asked: str | Sequence[str], known: Collection[str]) -> Requirement:
-    """Require that a model has what an option names."""
+    """Require that a model has the modules named by an option."""
     names = chosen(asked, known)
     other = unmatched(asked, known) if option == "targets" else []
     wrong = next((n for n in names if n not in known and not (n in other and _meant(n, known))), None)
@@ -210,7 +210,7 @@ def require_names(technique: str, option: str, asked: str | Sequence[str], known
 
 
 def whole(technique: str, save: Sequence[str], known: Collection[str], tied: bool) -> Iterator[Requirement]:
-    """Require that the modules to train whole exist, and are not one half of a tied pair."""
+    """Require that the modules to train whole exist, and are not half of a tied pair."""
     if save:
         yield require_names(technique, "save", save, known)
     alone = {EMBEDDING, HEAD} & set(save)
@@ -220,7 +220,7 @@ def whole(technique: str, save: Sequence[str], known: Collection[str], tied: boo
 
 
 def in_mixture(targets: str | tuple[str, ...], shape: ModelShape | None) -> str | tuple[str, ...]:
-    """Return targets for a model whose experts are stacked: names of linears are those beside experts, as PEFT has it.
+    """Return targets for a model with stacked experts: names of linears mean linears outside experts, as in PEFT.
 
     `down_proj` alone is the experts'; beside `gate_proj` or `up_proj` it is a linear.
     """
@@ -233,7 +233,7 @@ def in_mixture(targets: str | tuple[str, ...], shape: ModelShape | None) -> str 
 
 
 def require_targets(technique: str, env: Environment, targets: str | Sequence[str]) -> Requirement:
-    """Require that our decoder has what `targets` names: linears, of experts their stacked matrices, dense parts."""
+    """Require that our decoder has the `targets`: linears, stacked matrices of experts, dense parts."""
     known = names_of(env.shape)
     if isinstance(env.shape, TracedShape) and env.shape.stacked and stacked(targets):
         found, do = "experts of several sizes, without gates or transposed", "use targets=attention or all-linear"
@@ -293,9 +293,9 @@ def predict_frozen(
 
     Args:
         save: modules trained whole; the few values of norms are not counted.
-        learnt: values of each parameter of an adapter, and the layers with one; unused for a model of unknown shape.
-        keep: linears of a block whose adapters save the input.
-        added: linears of a block to whose output adapters add.
+        learnt: values per adapter parameter, and the layers with one; unused for a model of unknown shape.
+        keep: linears of a block with adapters that save the input.
+        added: linears of a block with adapters that add to the output.
         narrow: adapters in the type of bf16's weights.
     """
     trained: dict[Tag, bool] = {"embedding": EMBEDDING in save, "head": HEAD in save}
@@ -332,7 +332,7 @@ def predict_frozen(
 
 
 def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Iterator[Rule]:
-    """Yield that a frozen product does not save its input; an adapter may."""
+    """Yield that a frozen matmul does not save its input; an adapter may."""
     kept: list[Tag] = [part for part, linear in OWN if linear in keep]
     kept += ["heads"] if Part.ATTENTION in env.claimed else []  # kernels save their output
     yield live(tagged("product-input", no=kept), "no frozen product keeps what enters it", gone=True)
@@ -353,7 +353,7 @@ def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Itera
 
 
 def _added(env: Environment, shape: ModelShape, added: Collection[str]) -> Iterator[Rule]:
-    """Yield the work of adding for each linear, even 0, because a technique that owns its product may add there."""
+    """Yield the work of adding for each linear, even 0, because a technique that owns its matmul may add there."""
     for name, linear in shape.linears.items():
         values = 2.0 * len(linear.layers) * linear.outputs * (name in added)
         why = "what a linear gave, read and written"
@@ -372,7 +372,7 @@ _NARROW: tuple[Role, Role, Role] = ("weight", "gradient", "state")
 def _learnt(
     env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequence[tuple[int, int]], narrow: bool
 ) -> Iterator[Rule]:
-    """Yield the lines of what is trained, and the update's share."""
+    """Yield the lines of the trained values, and the update's share."""
     L, values = env.blocks, sum(size * layers for size, layers in learnt)
     beside = s.vocab * s.width * (any(outer) if s.tied else sum(outer))
     why = f"{values:,} parameters of adapters, in {'bfloat16' if narrow else 'float32'}"
@@ -420,7 +420,7 @@ def expert_share(shape: ModelShape | None) -> float:
 
 
 def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
-    """Yield the rules for blocks whose weights take `width_bytes` each; their norms' few values are counted alike."""
+    """Yield the rules for blocks with `width_bytes` per weight; the few norm values are counted alike."""
     why = f"frozen, in {8 * width_bytes:.3f} bits each"
     yield ledger.retype({"stored": width_bytes}, why)
     yield live("weights.blocks", why, role="stored")

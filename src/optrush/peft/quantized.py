@@ -1,4 +1,4 @@
-"""Frozen weights stored in 4 or 8 bits and dequantized for each product: modules, products, filling.
+"""Frozen weights in 4 or 8 bits, dequantized for each matmul: modules, matmuls, filling.
 
 `linear.quantized` holds, for each piece of a linear (q, k, v; gate, up), the quantized parts of its published tensor as
 plain frozen parameters, e.g. `blocks.0.qkv.quantized.q.codes`. They are bytes viewed as a 16-bit float type, because
@@ -6,7 +6,7 @@ FSDP2 before torch 2.13 refuses to gather parameters of integers, and its policy
 casts the type of the products, so that type is used (bfloat16 if it is float32). Any sharding is correct, because only
 the gathered whole is decoded.
 
-The dense weight of a linear exists during its product only: in the forward pass, and again in the backward pass for the
+The dense weight of a linear exists only during its matmul: in the forward pass, and again in the backward pass for the
 gradient of the input. It is not saved in between, and neither is the input: a frozen weight has no gradient.
 
 The experts of a layer are stored as two matrices, gate_up and down, each with all experts one below the other
@@ -45,7 +45,7 @@ class Form:
 
     bits: int  # 4: kernels/nf4.py, 8: kernels/int8.py
     double: bool = False  # scales of 4-bit weights are quantized, too
-    floats: bool = False  # 4: kernels/mxfp4.py, which is read only and not quantized here
+    floats: bool = False  # 4: kernels/mxfp4.py, only loaded, never quantized here
 
     @property
     def kind(self) -> str:
@@ -61,7 +61,7 @@ class Form:
         return self.quantize_in_turn([values])
 
     def quantize_in_turn(self, matrices: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Quantize matrices as the one that has them one below the other; one of them is dense at a time."""
+        """Quantize matrices as one stacked matrix; only one is dense at a time."""
         if self.bits == 4:
             return nf4.quantize_nf4(matrices, self.double)
         made = [int8.quantize_int8(values) for values in matrices]
@@ -79,7 +79,7 @@ class PackedLayout(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """The matrices of a layer's experts, one below the other, as a linear."""
+    """The stacked matrices of a layer's experts, as a linear."""
 
     output_splits: Pieces
     groups: int
@@ -90,7 +90,7 @@ class QuantizedLinear(nn.Module):
     """A linear's weight in another form, or the matrices of a layer's experts."""
 
     def __init__(self, linear: Linear | Stack, form: Form, carrier: torch.dtype, joined: bool = False) -> None:
-        """joined: one tensor has all pieces, one below the other, as the published one."""
+        """joined: one tensor has all pieces stacked, like the published one."""
         super().__init__()
         rows_of = tuple(rows for _, rows in linear.output_splits)
         for role, rows in ((JOINED, sum(rows_of)),) if joined else linear.output_splits:
@@ -106,7 +106,7 @@ class QuantizedLinear(nn.Module):
         return unpacked(self.parts(), self.layout, dtype, "export")
 
     def parts(self) -> list[Tensor]:
-        """Return the stored parts, each by its name: a sharding that gathers what is read finds no read of others."""
+        """Return the stored parts by attribute access: sharding that gathers on access sees each read."""
         return [getattr(piece, name) for piece in self.children() for name in piece._parameters]
 
     def product(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -117,7 +117,7 @@ class QuantizedLinear(nn.Module):
         return y
 
     def grouped_product(self, x: Tensor, ends: Tensor, grouped: Grouped = grouped_matmul) -> Tensor:
-        """Multiply groups of rows x (rows, width), which end at `ends` (N,), each by its expert's matrix."""
+        """Multiply groups of rows x (rows, width), ending at `ends` (N,), by their experts' matrices."""
         y: Tensor = _Product.apply(x, None, ends, grouped, self.layout, *self.parts())  # type: ignore[no-untyped-call]
         return y
 
@@ -168,14 +168,14 @@ def dequantize_linear(
     parts: Sequence[Tensor], kind: str, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
     room: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """Dequantize the weight (rows, width) of a linear. One operator, so that a compiler saves nothing of its inside.
+    """Dequantize the weight (rows, width) of a linear. One operator, so that a compiler saves no intermediates.
 
     Args:
-        parts: of each piece in turn, or of one tensor with all, one below the other; bytes as views of any type.
+        parts: of each piece in turn, or of one stacked tensor; bytes as views of any dtype.
         kind: Form's.
         rows: of each piece in one group.
-        use: the purpose. A compiler merges two equal calls, and would keep the weight from one to the other.
-        room: rows and columns behind the weight, which the caller fills.
+        use: the purpose. A compiler would merge two equal calls and keep the weight in between.
+        room: rows and columns after the weight, filled by the caller.
     """
     many = groups * sum(rows)
     out = torch.empty(many + room[0], width + room[1], dtype=dtype, device=parts[0].device)
@@ -209,7 +209,7 @@ def _dequantize(parts: Sequence[Tensor], kind: str, out: Tensor) -> None:
 
 
 def _cut(parts: Sequence[Tensor], kind: str, first: int, last: int, width: int) -> list[Tensor]:
-    """Return the parts of values [first, last) of a tensor, where no block of scales crosses either end."""
+    """Return the parts of values [first, last) of a tensor; both ends are at scale blocks."""
     codes, *scales = parts
     if kind == "int8":
         return [codes[first:last], scales[0][4 * first // width : 4 * last // width]]
@@ -241,7 +241,7 @@ def quantize_model(
     Args:
         recipe: of the dense weights; gets the fillers of the quantized ones.
         precision: type of the products, if it is not that of the weights.
-        of_experts: their form, if it is another one.
+        of_experts: the experts' form, if different.
     """
     of_experts = of_experts or form
     reader = _Reader(recipe, form)
@@ -290,7 +290,7 @@ def _check_packed(model: Decoder | HFModel, recipe: WeightMap, source: WeightSou
 
 
 def _check_stacked(name: str, experts: StackedMatrices, form: Form) -> None:
-    """Raise NeedsError for experts whose matrices cannot be stored in fewer bits."""
+    """Raise NeedsError for experts that cannot be quantized."""
     asked, odd = f"{name} in {form.bits} bits", [size for size in experts.sizes.values() if math.prod(size[1:]) % 64]
     if experts.transposed:
         found, do = (
@@ -321,12 +321,12 @@ class _Reader:
             self.name, self.parts = name, read(local.device)
         found, held = self.parts[part][2 * offset[0] :][: 2 * local.numel()], local.view(torch.uint8)
         held[: found.numel()].copy_(found)
-        held[found.numel() :].zero_()  # where the number of bytes is odd
+        held[found.numel() :].zero_()  # if the number of bytes is odd
         if part == list(self.parts)[-1]:  # parts are filled in this order
             self.name, self.parts = "", {}
 
     def weight(self, entry: WeightEntry, layout: PackedLayout, local: Tensor, offset: Shape) -> None:
-        """Fill with the dequantized weight, for measurements of it."""
+        """Fill with the dequantized weight, to measure it."""
         parts = [p for hf, shape in entry.hf_shapes() for p in self.read(hf, shape, local.device).values()]
         rectangle = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
         local.copy_(unpacked(parts, layout, torch.float32, "fill")[rectangle])
@@ -340,7 +340,7 @@ class _Reader:
         return _bytes(parts, device)
 
     def read_experts(self, entry: WeightEntry, form: Form, device: torch.device) -> dict[str, Tensor]:
-        """Return the parts of a matrix of every expert; those of a few experts are dense at a time."""
+        """Return the parts of a matrix of every expert; only a few experts are dense at a time."""
         if form.floats:
             name = entry.pieces[0][0]
             if not isinstance(self.source, Mxfp4Folder) or name not in self.source.packed:

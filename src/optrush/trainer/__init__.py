@@ -1,1 +1,1 @@
-"""From a resolved configuration to a trained model: the state and the loop, building it, running it, its folder."""
+"""Turn a resolved configuration into a trained model: build, loop, checkpoints, run folder."""

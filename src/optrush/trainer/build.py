@@ -1,4 +1,4 @@
-"""Build a Trainer: mesh, model on the meta device, stages in order, materialise; refuse what changed nothing.
+"""Build a Trainer: mesh, model on the meta device, stages in order, materialise; reject no-ops.
 
 data, model ... shard      stages on a model without bytes
 materialise  allocate this rank's slices, redo ties, fill them from the weight map; `trainer.trained` is fixed
@@ -64,7 +64,7 @@ class ProcessGroup:
     """This process after the process stage, in the process group."""
 
     device: torch.device
-    applied: tuple[Edit, ...]  # of the process stage
+    applied: tuple[Edit, ...]  # edits of the process stage
 
 
 def join_ranks(prepared: Decided) -> ProcessGroup:
@@ -75,7 +75,7 @@ def join_ranks(prepared: Decided) -> ProcessGroup:
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a trainer is built from, and how much of it is built."""
+    """Inputs of a build, and how much to build."""
 
     prepared: Decided
     started: ProcessGroup
@@ -97,15 +97,15 @@ def build(
     today: datetime.date | None = None,
     first_steps: int | None = None,
 ) -> Trainer:
-    """Build the trainer: everything before step 0 but resuming. An error of one rank is raised on all.
+    """Build the trainer: everything before step 0 except resuming. One rank's error is raised on all.
 
     Args:
-        started: what `join_ranks` returned, where ranks communicated before.
-        training: False leaves out the optimizer, and what only it shows (`optrush eval`).
-        data: a file to evaluate on instead of what the run holds out.
-        progress: called with a line now and then during long work.
+        started: the result of `join_ranks`, if it was called before.
+        training: False builds no optimizer (`optrush eval`).
+        data: a file to evaluate on instead of the held-out data.
+        progress: called with a status line during long work.
         today: the date for chat templates that use one; a resumed run keeps its first date.
-        first_steps: no others are taken, and nothing is evaluated: a second model stores tokens of their rows alone.
+        first_steps: run only these and evaluate nothing; a teacher then stores tokens for their rows only.
     """
     started = started or join_ranks(prepared)
     distributed.under_way("reading the data and the model")
@@ -122,9 +122,9 @@ def build(
 
 
 def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
-    """Open the model on the meta device and the data; return the trainer so far, and the samples held out.
+    """Open the model on the meta device and the data; return the partial trainer and the held-out samples.
 
-    Contains no collective: an error of one rank must not leave the others waiting in one.
+    Contains no collective, so that one rank's error cannot leave the others waiting.
     """
     prepared, config, env, hf = a.prepared, a.prepared.config, a.prepared.env, a.prepared.hf
     console.loading(f"opening the model {config.model.path or config.model.shape} and its tokenizer")
@@ -138,7 +138,7 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
         recipe = train_tower(model, recipe, prepared.folder, hf, config.tower_part)
     if Part.PACKED_ROWS in env.claimed:
         refuse_shared_rows(model, hf, env.paired)
-    if isinstance(model, HFModel):  # its config has the defaults of what config.json leaves out
+    if isinstance(model, HFModel):  # its config has defaults for missing keys of config.json
         check_positions(model.config.to_dict(), config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     assert isinstance(model.embedding.weight, Tensor)
     vocab = model.embedding.weight.shape[0]
@@ -173,7 +173,7 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
 
 
 def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | None, training: bool) -> None:
-    """Give the model its tower if rows have images; note how large these are."""
+    """Add the vision tower if rows have images; note the image sizes."""
     sources, data, part, model = trainer.sources, trainer.config.data, trainer.config.tower_part, trainer.model
     images = sum(part.counts.images for part in (sources.train, sources.held_out) if isinstance(part, Source))
     if reader is None or folder is None or not images:
@@ -187,7 +187,7 @@ def _open_tower(trainer: Trainer, folder: Path | None, reader: ImageReader | Non
     shape, dtype = model.shape, getattr(torch, trainer.config.model.dtype)
     if shape.rope.by_length:
         found = f"{shape.rope.kind} rotary embeddings, which depend on a document's length"
-        raise NeedsError("to train on rows with images", found, "use another rope type, or rows of text only")
+        raise NeedsError("to train on rows with images", found, "use other rotary embeddings, or rows of text")
     if model.tower is None:
         model.tower = open_tower(folder, trainer.hf, dtype, shape.rotated_width).to(trainer.world.device)
     trainer.loading = sampler.decoding_ahead(trainer.loading, trainer.world.device, trainer.world.ranks)
@@ -213,7 +213,7 @@ def _stage(trainer: Trainer, techniques: Sequence[Technique], name: str) -> None
 def _store_tokens(
     a: Assembly, trainer: Trainer, teacher: tuple[Path | None, dict[str, Any]], held_out: SampleSource | None
 ) -> StoredTokens | None:
-    """Give the stream what is stored of the teacher, made before where it is missing; return that of `held_out`."""
+    """Give the stream the teacher's stored tokens, computed if missing; return those of `held_out`."""
     storing, train = StoringPass(trainer, teacher), trainer.sources.train
     if a.first_steps is not None:
         length = trainer.config.train
@@ -229,13 +229,13 @@ def _store_tokens(
 
 
 def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, held_tokens: StoredTokens | None) -> None:
-    """Apply the stages and give the model bytes. Contains no collective, as `_opened`."""
+    """Apply the stages and allocate the model. Contains no collective, like `_opened`."""
     prepared, training, model, world = a.prepared, a.training, trainer.model, a.world
     config, env = prepared.config, prepared.env
     stage = partial(_stage, trainer, prepared.techniques)
     for name in ("model", "peft", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
-        if name == "peft":  # while every rank has the whole model: its cost deals rows to ranks
+        if name == "peft":  # every rank still has the whole model: its cost distributes rows
             model.frozen_flops = frozen_flops(model)
         _other_model(a, trainer, name)
         if isinstance(model, Decoder) and model.tower is not None:
@@ -280,7 +280,7 @@ def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, hel
 
 
 def _held_out(sources: Sources, training: bool) -> SampleSource | None:
-    """Return what is evaluated: the samples held out, or all of them where nothing is trained."""
+    """Return the samples to evaluate: the held-out ones, or all without training."""
     held_out = sources.held_out or (None if training else sources.train)
     if held_out is not None and not held_out.tokenized:
         do = "leave data.stream out (--set data.stream=false), or give a data.eval"
@@ -289,7 +289,7 @@ def _held_out(sources: Sources, training: bool) -> SampleSource | None:
 
 
 def _other_model(a: Assembly, trainer: Trainer, stage: str) -> None:
-    """Give the loss its second model after the stage that settles the first: an adapter's base, or a teacher."""
+    """Give the loss its second model after the first is final: an adapter's base, or a teacher."""
     settings, untrained = a.prepared.config.referenced, trainer.adapters_disabled
     if stage == "peft" and settings is not None and dpo.by_adapter(settings, untrained):
         assert untrained is not None
@@ -301,14 +301,14 @@ def _other_model(a: Assembly, trainer: Trainer, stage: str) -> None:
 
 
 def _named(config: Config) -> str:
-    """Return where the data comes from, in a few words."""
+    """Return a short name of the data source."""
     places = [origin.path for origin in config.data.origins]
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     return f"{places[0]}{more}" if places else f"the sample {config.data.sample}" if config.data.sample else "random"
 
 
 def _note_model(trainer: Trainer, growth: Growth | None) -> None:
-    """Note what is unusual in the model for these rows."""
+    """Note unusual properties of the model for these rows."""
     seq = trainer.config.batch.seq
     if seq > (made := text_config(trainer.hf).get("max_position_embeddings") or seq):
         trainer.notes.append(f"rows of {seq} tokens exceed the model's max_position_embeddings ({made})")
@@ -325,7 +325,7 @@ def _note_model(trainer: Trainer, growth: Growth | None) -> None:
 
 
 def _note_tokens(trainer: Trainer, tokens: Tokens, base: Path | None) -> None:
-    """Note where other programs will tokenise the first documents otherwise than this run does."""
+    """Note where other programs would tokenise the first documents differently."""
     given, train = trainer.config.model.tokenizer, trainer.sources.train
     folder = base if given is None else Path(given)
     first = range(min(COMPARED_ROWS, len(train))) if train.tokenized else ()
@@ -335,7 +335,7 @@ def _note_tokens(trainer: Trainer, tokens: Tokens, base: Path | None) -> None:
 
 
 def _note_rules(trainer: Trainer) -> None:
-    """Note which functions the delta rules of the model call, once nothing changes them."""
+    """Note which functions the model's delta rules call, once they are final."""
     if trainer.env.shape is not None and trainer.env.shape.delta is not None:
         trainer.notes.append(f"delta rule: {' and '.join(rules(trainer.model))}")
 
@@ -369,7 +369,7 @@ def _defaults(trainer: Trainer) -> None:
 
 def settle_weights(trainer: Trainer) -> None:
     """Allocate and fill the weights, fix `trainer.trained`."""
-    # Before, for an engine may flatten what it allocates. Biases of experts have rows, too.
+    # Before materialising: an engine may flatten parameters. Biases of experts have rows, too.
     matrices = {name for name, p in trainer.model.named_parameters() if p.dim() > 1 and not name.endswith("bias")}
     trainer.storage.materialise(trainer)
     trainer.weight_map.release()
@@ -378,10 +378,10 @@ def settle_weights(trainer: Trainer) -> None:
 
 
 def check_rounding(trainer: Trainer) -> None:
-    """Check that the optimizer rounds bfloat16 weights as configured, and note what is lost.
+    """Check that the optimizer rounds bfloat16 weights as configured, and note any loss.
 
     Raises:
-        NeedsError: in its three lines.
+        NeedsError: it rounds differently.
     """
     done = getattr(trainer.optimizer, "rounding", "nearest")
     if done != trainer.rounding:
@@ -395,7 +395,7 @@ def check_rounding(trainer: Trainer) -> None:
 def fingerprints(
     trainer: Trainer, tokens: Tokens | None, sources: Sources, today: datetime.date | None
 ) -> dict[str, str]:
-    """Return digests by field: unchanged in a resumed run, equal on every rank."""
+    """Return digests by field; equal on every rank and in a resumed run."""
 
     def digest(value: object) -> str:
         return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
@@ -407,7 +407,7 @@ def fingerprints(
         found["loss"] = digest([source_of("loss", trainer.config.loss.use), trainer.config.loss.options])
     if trainer.config.grpo is not None:
         for rule in (rules := trainer.config.grpo.rewards):
-            rewards.open_reward(rule)  # refuses a name that is none, with those that are
+            rewards.open_reward(rule)  # rejects an unknown name and lists the known ones
         own = [source_of("reward", rule.use) for rule in rules if rewards.is_own(rule)]
         found["rewards"] = digest([[dict(rule) for rule in rules], own])
     if tokens is not None:

@@ -1,12 +1,12 @@
 """Save and load checkpoints that a kill at any moment cannot damage: commit, manifest, verification, resharding.
 
-`<output>/checkpoints/step-000012/` holds `rank-0.safetensors`, ... and `manifest.json`. It is committed when it has
-that name, for the name is given last: every rank writes, syncs and hashes into `step-000012.tmp-<nonce>/`, rank 0 adds
+`<output>/checkpoints/step-000012/` holds `rank-0.safetensors`, ... and `manifest.json`. It is committed once it has
+that name. The rename comes last: every rank writes, syncs and hashes into `step-000012.tmp-<nonce>/`, rank 0 adds
 the manifest, syncs, renames, syncs the parent, and only then prunes. A folder is renamed away before it is emptied.
-So a name without `.tmp-` means that the whole was on the disk once; the hashes show whether it still is.
+So a name without `.tmp-` means that all files were once on disk; the hashes show whether they still are.
 
-Each rank saves the boxes it holds, and loads the overlaps of whatever boxes were saved: the number of ranks and how
-the weights are sharded may differ from run to run. No pickle anywhere: safetensors and JSON.
+Each rank saves its boxes and loads the overlaps with the saved boxes: the number of ranks and the sharding
+may differ from run to run. No pickle anywhere: safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from optrush.trainer.distributed import agree, exchange, from_first, gather
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
 
-# --- The manifest: what was saved, under which bytes, and whether those bytes are still there.
+# --- The manifest: the saved tensors, their files, and the hashes of these.
 #
-# It carries the hash of every file, and its own: it must be, byte for byte, the one text that its content is written
-# as. So a flipped bit anywhere is found, in blanks too, and a manifest of another step by its folder's name.
+# It has the hash of every file and its own: it must equal, byte for byte, the text that its content
+# serializes to. So any flipped bit is found, and another step's manifest by its folder's name.
 
 FORMAT: Literal[1] = 1
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
@@ -61,7 +61,7 @@ class _Strict(BaseModel):
 
 
 class SavedBox(_Strict):
-    """A box of a tensor, and the file that holds it under the tensor's name."""
+    """A box of a tensor, and the file that has it under the tensor's name."""
 
     file: str
     offset: list[int]
@@ -80,7 +80,7 @@ class File(_Strict):
 
 
 class Manifest(_Strict):
-    """manifest.json as it was written; `path` is the folder it was read from."""
+    """The content of manifest.json; `path` is its folder."""
 
     path: Path = Field(exclude=True)
     format: Literal[1]
@@ -100,7 +100,7 @@ class Manifest(_Strict):
 
 
 def find_checkpoints(output: Path | str) -> list[Path]:
-    """Return the committed checkpoints of a run's folder, newest first; they may be damaged."""
+    """Return the committed checkpoints of a run folder, newest first; they may be damaged."""
     folder = Path(output) / FOLDER
     if not folder.is_dir():
         return []
@@ -114,10 +114,10 @@ def step_of(path: Path) -> int:
 
 
 def verify(path: Path) -> Manifest:
-    """Return the manifest of an intact checkpoint: every byte of every file was read and hashed.
+    """Return a checkpoint's manifest after hashing every byte of every file.
 
     Raises:
-        CheckpointError: naming the file, and what is wrong with it.
+        CheckpointError: with the damaged file and the damage.
     """
     name = MANIFEST
     try:
@@ -140,7 +140,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
     """Parse the manifest in `text`, read from folder `path`.
 
     Raises:
-        CheckpointError: it is damaged, of another format, or of another checkpoint.
+        CheckpointError: it is damaged, or belongs to another format or checkpoint.
     """
     try:
         body = files.parse_json(text)
@@ -168,7 +168,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
 
 
 def uncovered(entry: Entry) -> str | None:
-    """Return what is wrong with a tensor's pieces: together they must be the whole, and no two may overlap."""
+    """Return an error if a tensor's pieces overlap or do not cover the whole; else None."""
     boxes = [(tuple(p.offset), tuple(p.shape)) for p in entry.pieces]
     for i, (offset, shape) in enumerate(boxes):
         if len(shape) != len(entry.shape) or any(o < 0 or o + n > w for o, n, w in zip(offset, shape, entry.shape)):
@@ -196,7 +196,7 @@ def manifest_digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(encode_manifest({k: v for k, v in body.items() if k != "digest"})).hexdigest()
 
 
-# --- Which box of each tensor this rank holds
+# --- This rank's box of each tensor
 
 Ints = tuple[int, ...]
 DTYPES = {
@@ -209,10 +209,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Slice:
-    """This rank's part of one saved tensor: a box of the whole, and whether this rank saves it."""
+    """This rank's box of one saved tensor, and whether this rank saves it."""
 
     name: str
-    local: Tensor  # the very storage: loading copies into it
+    local: Tensor  # shares storage: loading copies into it
     whole: Ints
     offset: Ints
     saves: bool
@@ -223,12 +223,12 @@ class Slice:
 
 
 def slices(trainer: Trainer) -> list[Slice]:
-    """Return parameters as `param/<name>` and optimizer states as `state/<state>/<name>`, as this rank holds them."""
+    """Return this rank's parameters as `param/<name>` and optimizer states as `state/<state>/<name>`."""
     states = {} if trainer.optimizer is None else trainer.optimizer.state()
     found = []
     for t in trainer.trained:
         local, whole, offset, first = t.local, t.full_shape, t.offset, trainer.counts(t)
-        # Of equal copies the first rank saves one; an empty shard of something larger has no bytes to save.
+        # The first rank saves one of equal copies; an empty shard has no bytes to save.
         saves = first and (local.numel() > 0 or tuple(local.shape) == whole)
         found.append(Slice(f"param/{t.name}", local, whole, offset, saves))
         for kind, state in states.get(t.name, {}).items():
@@ -237,16 +237,16 @@ def slices(trainer: Trainer) -> list[Slice]:
                 found.append(Slice(name, state, whole, offset, saves))
             elif not shape or (tuple(local.shape) == whole and shape[0] != local.shape[0]):  # the same on every rank
                 found.append(Slice(name, state, shape, (0,) * len(shape), first and not any(offset)))
-            else:  # blocks inside rows: cut where the parameter's rows are
+            else:  # blocks inside rows: sharded like the parameter's rows
                 cut_alike = shape[0] == local.shape[0] and tuple(local.shape[1:]) == whole[1:]
-                assert cut_alike, f"{name}: cut unlike its rows"
+                assert cut_alike, f"{name}: sharded unlike its rows"
                 flat = (0,) * (len(shape) - 1)
                 found.append(Slice(name, state, (whole[0], *shape[1:]), (offset[0], *flat), saves))
     return found
 
 
 def overlap(a_offset: Ints, a_shape: Ints, b_offset: Ints, b_shape: Ints) -> list[tuple[int, int]] | None:
-    """Return the box that two boxes share, as (first, end) a dimension of the whole tensor; None if there is none."""
+    """Return the overlap of two boxes as (first, end) per dimension of the whole tensor; None if empty."""
     shared = [(max(p, q), min(p + n, q + m)) for p, n, q, m in zip(a_offset, a_shape, b_offset, b_shape, strict=True)]
     return None if any(first >= end for first, end in shared) else shared
 
@@ -255,15 +255,15 @@ def overlap(a_offset: Ints, a_shape: Ints, b_offset: Ints, b_shape: Ints) -> lis
 
 
 class SaveFailed(OSError):
-    """A save did not come about, on any rank; training can go on, and the last good checkpoint is as it was."""
+    """A save failed on all ranks; training can continue, and the last good checkpoint is unchanged."""
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What a checkpoint stores of the loop, without tensors; equal on every rank."""
+    """The loop state in a checkpoint, without tensors; equal on every rank."""
 
     run_id: str
-    position: int  # where in the data the next step begins (data/sampler.py)
+    position: int  # position in the data of the next step (data/sampler.py)
     skipped: int = 0  # updates skipped so far
     skipped_in_a_row: int = 0
     fingerprints: Mapping[str, str] = field(default_factory=dict)  # of config, tokenizer, template, data, ...
@@ -276,7 +276,7 @@ def fresh_id() -> str:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a save writes: this rank's tensors or copies of them, and the manifest but for what describes the files."""
+    """The input of a save: this rank's tensors or copies, and the manifest without its file entries."""
 
     folder: Path
     step: int
@@ -291,10 +291,10 @@ class Snapshot:
 def save(trainer: Trainer, step: int, meta: Meta, spared: int | None = None) -> Path:
     """Write and commit a checkpoint after `step` updates; every rank calls it.
 
-    Saving the same state again leaves the committed folder alone. The checkpoint of the step `spared` is not pruned.
+    Saving the same state again keeps the committed folder. The checkpoint of step `spared` is not pruned.
 
     Raises:
-        SaveFailed: on every rank, whichever rank's disk failed; the half save is gone.
+        SaveFailed: on every rank, if any rank's disk failed; the partial save is removed.
     """
     return _write(_snapshot(trainer, step, meta, spared))
 
@@ -320,7 +320,7 @@ def _snapshot(trainer: Trainer, step: int, meta: Meta, spared: int | None) -> Sn
 
 
 def _write(snapshot: Snapshot, cancelled: Callable[[], bool] = lambda: False) -> Path:
-    """Write and commit a snapshot, or raise as `save`; any thread may, for no collective is called."""
+    """Write and commit a snapshot; raises like `save`. Any thread may call it: it uses no collective."""
     folder, step, first = snapshot.folder, snapshot.step, snapshot.rank == 0
     final = folder / f"step-{step:06d}"
     half = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"  # rank 0's is taken
@@ -335,11 +335,11 @@ def _write(snapshot: Snapshot, cancelled: Callable[[], bool] = lambda: False) ->
     return final
 
 
-LIMIT_S = 3600.0  # for another rank's part of a save: writing is no collective, and `train.timeout` is not its limit
+LIMIT_S = 3600.0  # for another rank's part of a save; `train.timeout` does not limit writing
 
 
 def _attempt(work: Callable[[], Any], half: Path, cancelled: Callable[[], bool]) -> list[Any]:
-    """Do this rank's part of a save and return every rank's result; a failure of one is a failure of all."""
+    """Do this rank's part of a save and return every rank's result; if one fails, all fail."""
     answer: dict[str, Any]
     try:
         answer = {"came to": work()}
@@ -353,7 +353,7 @@ def _attempt(work: Callable[[], Any], half: Path, cancelled: Callable[[], bool])
     failed = [f"rank {rank}: {a['failed']}" for rank, a in enumerate(answers) if "failed" in a]
     if failed:
         if launched()[0] == 0 and half.is_dir():
-            with suppress(OSError):  # what cannot be removed now is removed at the next start or save
+            with suppress(OSError):  # the next start or save removes the rest
                 files.remove_tree(half)
         raise SaveFailed("; ".join(failed))
     return [a["came to"] for a in answers]
@@ -370,14 +370,14 @@ def _begin(folder: Path, half: Path) -> str:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed saves have left in the folder of the checkpoints."""
+    """Remove the leftovers of killed saves from the checkpoints folder."""
     for left in list(folder.glob("*.tmp-*")):
         if LEFT.match(left.name):
             files.remove_tree(left)
 
 
 def _write_own(snapshot: Snapshot, half: Path, cancelled: Callable[[], bool]) -> dict[str, Any]:
-    """Write this rank's file, if it has something to save; return a report of its contents for rank 0."""
+    """Write this rank's file, if it has tensors to save; return a report of its contents for rank 0."""
     snapshot.copied()
     if not snapshot.mine:
         return {}
@@ -423,7 +423,7 @@ def _commit(snapshot: Snapshot, reports: list[Any], half: Path, final: Path) -> 
     body["digest"] = manifest_digest(body)
     text = encode_manifest(body)
     for name, file in body["files"].items():
-        if (half / name).stat().st_size != file["bytes"]:  # raises, too, where the ranks share no disk
+        if (half / name).stat().st_size != file["bytes"]:  # also raises if the ranks share no disk
             raise OSError(f"{half / name} has another length than was written")
     files.write_new(half / MANIFEST, [text])
     files.sync_folder(half)
@@ -432,7 +432,7 @@ def _commit(snapshot: Snapshot, reports: list[Any], half: Path, final: Path) -> 
             if text_of(verify(final)) == text:
                 files.remove_tree(half)
                 return
-        # The run went back behind this step, past a damaged checkpoint or by --resume FOLDER; the one it went back to
+        # The run resumed from before this step, because of damage or --resume FOLDER; that checkpoint
         # still exists if a kill comes between the next two lines.
         files.rename_file(final, half.with_name(half.name + "0"))
     files.rename_file(half, final)
@@ -453,7 +453,7 @@ def _table(reports: Iterable[Any]) -> dict[str, Any]:
 
 
 def _prune(folder: Path, step: int, keep: int, spared: int | None) -> None:
-    """Keep the newest and the spared; what is newer than the step just saved is of a future that the run has left."""
+    """Keep the newest and the spared checkpoints; remove those of later steps, from before a rollback."""
     committed = find_checkpoints(folder.parent)
     kept = [c for c in committed if step_of(c) <= step][:keep]
     for old in reversed([c for c in committed if c not in kept and step_of(c) != spared]):
@@ -462,11 +462,11 @@ def _prune(folder: Path, step: int, keep: int, spared: int | None) -> None:
     remove_leftovers(folder)
 
 
-# --- Saving while the training goes on
+# --- Saving during training
 
 
 class HostCopy:
-    """Host memory for what this rank saves, allocated once: pinned where the tensors are on a GPU."""
+    """Host memory for this rank's saved tensors, allocated once; pinned for GPU tensors."""
 
     def __init__(self, trainer: Trainer) -> None:
         """Allocate it, or raise NeedsError."""
@@ -484,7 +484,7 @@ class HostCopy:
 
     @torch.no_grad()
     def of(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with copies of its tensors; `copied` waits for those that are under way."""
+        """Return the snapshot with copies of its tensors; `copied` waits for pending copies."""
         mine, end = [], 0
         for s in sorted(snapshot.mine, key=lambda s: -s.local.element_size()):  # so that each is aligned
             begin, end = end, end + s.local.nbytes
@@ -503,16 +503,16 @@ def _no_room(size: int, found: str) -> NeedsError:
 
 
 class Saver:
-    """Saves the checkpoints of a run: in the loop, or in a thread while the loop goes on (`train.save`).
+    """Saves the checkpoints of a run: in the loop, or in a thread beside it (`train.save`).
 
-    One save is under way at a time. The thread calls no collective: their order is the training's own.
+    One save runs at a time. The thread calls no collective: their order belongs to training.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         """Allocate the host memory of a thread's copies; every rank calls it.
 
         Raises:
-            NeedsError: on every rank; a machine does not have as much.
+            NeedsError: on every rank; a machine has too little memory.
         """
         self.trainer, self.host, refusal = trainer, None, None
         try:
@@ -527,7 +527,7 @@ class Saver:
         self.cancelled = threading.Event()
 
     def save(self, step: int, meta: Meta, spared: int | None = None) -> None:
-        """Begin a save, after the one under way. Its result goes to `settled`, of a thread's when `settle` finds it."""
+        """Start a save after the running one. `settled` gets the result; a thread's when `settle` finds it."""
         self.settle(wait=True)
         snapshot, failure = _snapshot(self.trainer, step, meta, spared), None
         if self.host is None:
@@ -548,7 +548,7 @@ class Saver:
             self.failure.append(error)  # raised in the loop
 
     def settle(self, wait: bool = False) -> None:
-        """Pass the result of a thread that has ended to `settled`.
+        """Pass the result of a finished thread to `settled`.
 
         Raises:
             RunError: the save failed, and not because of the disk.
@@ -566,7 +566,7 @@ class Saver:
             raise RunError(asked, found, "resume from the last checkpoint with: --resume auto") from failure
 
     def give_up(self) -> None:
-        """Give a save up that is under way; what it has written is removed at the next start."""
+        """Cancel the running save; the next start removes its partial files."""
         self.cancelled.set()
         if self.thread is not None:
             self.thread.join(GIVING_UP_S)
@@ -579,12 +579,12 @@ GIVING_UP_S = 5.0  # for the tensor that is being written
 
 
 def choose(output: Path | str, resume: Literal["auto"] | Path | None) -> tuple[Manifest | None, list[tuple[Path, str]]]:
-    """Return the manifest of an intact checkpoint to resume (None: from the start), and those passed over, with why.
+    """Return the manifest to resume from (None: from the start), and the skipped checkpoints with reasons.
 
     Rank 0 reads and decides for all.
 
     Raises:
-        CheckpointError: on every rank; the given path is damaged, or there are checkpoints and none is intact.
+        CheckpointError: on every rank; the given path is damaged, or all checkpoints are.
     """
     if resume is None:
         return None, []
@@ -597,10 +597,10 @@ def choose(output: Path | str, resume: Literal["auto"] | Path | None) -> tuple[M
 
 
 def first_date(manifest: Manifest | None) -> datetime.date | None:
-    """Return the date that a run's chat template writes: that of its first start; None: there is none.
+    """Return the date for a run's chat template, from its first start; None if it uses none.
 
     Raises:
-        CheckpointError: the manifest has something else in its place.
+        CheckpointError: the manifest has an invalid date.
     """
     date = None if manifest is None else manifest.fingerprints.get("date")
     if manifest is None or date is None:
@@ -635,12 +635,12 @@ def restore(
     """Fill parameters, optimizer states and `trainer.state` from a checkpoint of any sharding.
 
     Args:
-        found: what `choose` returned (verified), or a folder (verified here).
-        fingerprints: of this run; each must be as it was, unless `allow` names it.
-        data_changes: returns in words what changed of the data.
+        found: the result of `choose` (verified), or a folder (verified here).
+        fingerprints: of this run; each must be unchanged, unless `allow` names it.
+        data_changes: returns a description of the data's changes.
 
     Raises:
-        CheckpointError: on every rank; the checkpoint is damaged, of another run's making, or holds other tensors.
+        CheckpointError: on every rank; the checkpoint is damaged, from another run, or has other tensors.
     """
     manifest = found if isinstance(found, Manifest) else choose(found.parent.parent, found)[0]
     assert manifest is not None, "a folder has a manifest, or choose raises"
@@ -659,10 +659,10 @@ def restore(
 
 
 def put_back(trainer: Trainer, step: int) -> None:
-    """Restore the trained parameters after `step` updates, and nothing else; every rank calls it.
+    """Restore only the trained parameters after `step` updates; every rank calls it.
 
     Raises:
-        CheckpointError: on every rank; that checkpoint of the run is damaged.
+        CheckpointError: on every rank; that checkpoint is damaged.
     """
     manifest, _ = choose(trainer.config.output, Path(trainer.config.output) / FOLDER / f"step-{step:06d}")
     assert manifest is not None, "a folder has a manifest, or choose raises"
@@ -670,7 +670,7 @@ def put_back(trainer: Trainer, step: int) -> None:
 
 
 def load_parameters(trainer: Trainer, manifest: Manifest) -> None:
-    """Fill the trained parameters, and nothing else, from a checkpoint of any number of ranks; every rank calls it.
+    """Fill only the trained parameters, from a checkpoint of any number of ranks; every rank calls it.
 
     Raises:
         CheckpointError: on every rank; it has other parameters, or a file cannot be read.
@@ -682,7 +682,7 @@ def load_parameters(trainer: Trainer, manifest: Manifest) -> None:
 
 
 def _load_averages(trainer: Trainer, manifest: Manifest, names: set[str]) -> None:
-    """Fill the trained parameters from what is exported in their place, if an update was averaged."""
+    """Fill the trained parameters from their exported averages, if an update was averaged."""
     begun = next((name for name in manifest.tensors if name.startswith(f"{trainer.exported[:-1]}_begun/")), None)
     if begun is None:
         raise _foreign(manifest, f"it has no averages ({trainer.exported})")
@@ -702,19 +702,19 @@ def _agreed(work: Callable[[], None]) -> None:
 
 
 def check_plan(manifest: Manifest, steps: int, position: int, allow: frozenset[str] = frozenset()) -> str | None:
-    """Check that the run, as it is configured now, continues with the first row after the checkpoint.
+    """Check that the run continues with the first row after the checkpoint.
 
     Returns:
-        What is lost or repeated, where that is allowed; else None.
+        The lost or repeated rows, if allowed; else None.
 
     Args:
         steps: of the whole run.
-        position: where the step after the checkpoint's begins now.
+        position: where the step after the checkpoint would begin.
         allow: with "data" or "order" in it, samples may be lost or repeated.
 
     Raises:
-        CheckpointError: samples would be lost or repeated, the run ends before the checkpoint, or it would end at once
-            as the rows of all its steps lie before that position.
+        CheckpointError: samples would be lost or repeated, or the run would end before or right after the
+            checkpoint.
     """
     asked, n = f"to resume {manifest.path}", manifest.step
     if n > steps:
@@ -752,7 +752,7 @@ def _check_fingerprints(
             elif name == "data" and (changes := data_changes()):
                 found = f"`data` changed: {changes}"
             elif name == "data" and causes and changes is not None:
-                continue  # the same rows, by a tokenizer whose change is accepted
+                continue  # the same rows; the tokenizer's change is accepted
             do = f"restore the old value, or accept the change: --allow-change {name}"
             raise CheckpointError(f"to resume {manifest.path}", found, do)
 
@@ -778,14 +778,14 @@ def _foreign(manifest: Manifest, found: str) -> CheckpointError:
 
 
 def _names_everywhere(trainer: Trainer) -> set[str]:
-    """Return the names of what all ranks hold together: stages of a pipeline hold different parameters."""
+    """Return the tensor names over all ranks: pipeline stages have different parameters."""
     held = gather(json.dumps([s.name for s in slices(trainer)]))
     return {name for names in held for name in json.loads(names)}
 
 
 @torch.no_grad()
 def _load(trainer: Trainer, manifest: Manifest, names: set[str], kind: str = "", saved_as: str = "") -> None:
-    """Fill the tensors whose names begin with `kind`, from those that begin with `saved_as`: averages, in float32."""
+    """Fill the tensors named `kind`... from those saved as `saved_as`...: averages, in float32."""
     mine = [s for s in slices(trainer) if s.name.startswith(kind)]
     saved = {name for name in manifest.tensors if name.startswith(kind)}
     _check_names(manifest, "tensor", saved, {name for name in names if name.startswith(kind)})

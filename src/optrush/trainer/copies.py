@@ -1,6 +1,6 @@
 """Copy a run's folder to a store that fsspec writes (s3://, gs://, hf://, ...), and fetch it back: `train.copy_to`.
 
-A checkpoint is whole there when its manifest is, which goes last. Only then is one that the run has dropped removed.
+A copied checkpoint is complete once it has its manifest, copied last. Only then are dropped ones removed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from optrush.files import parse_json, read_file
 from optrush.trainer.checkpoint import FOLDER, MANIFEST, find_checkpoints
 from optrush.trainer.run_dir import KNOWN, LOCK, RUN
 
-LATE = ("model", "adapter")  # folders that a run writes when it is done
+LATE = ("model", "adapter")  # folders written at the end of a run
 
 
 class Store:
-    """The place of the copies of one run."""
+    """The remote store of one run's copies."""
 
     def __init__(self, config: Config) -> None:
-        """Open it. Raises UserError: an address without a kind, or without its library."""
+        """Open it. Raises UserError: the address has no kind, or its library is missing."""
         address = config.train.copy_to
         assert address is not None
         self.asked = f"`train.copy_to: {scrubbed(address)}`"
@@ -40,7 +40,7 @@ class Store:
         self.root = root.rstrip("/")
 
     def steps(self) -> dict[str, list[str]]:
-        """Return the files of each whole checkpoint there, by its folder's name."""
+        """Return the files of each complete remote checkpoint, by folder name."""
         found = dict[str, list[str]]()
         for name in self.names(FOLDER):
             step, _, file = name.removeprefix(f"{FOLDER}/").partition("/")
@@ -49,7 +49,7 @@ class Store:
         return {step: names for step, names in found.items() if f"{FOLDER}/{step}/{MANIFEST}" in names}
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the files there that a run writes, by their paths in its folder."""
+        """Return the run's remote files, by their paths in its folder."""
         self.files.invalidate_cache()
         place = f"{self.root}/{folder}".rstrip("/")
         found = self.files.find(place) if self.files.exists(place) else []
@@ -57,13 +57,13 @@ class Store:
         return [name for name in names if name.split("/")[0] in KNOWN]
 
     def put(self, name: str) -> None:
-        """Copy a file of the run's folder."""
+        """Copy a file of the run folder."""
         there = f"{self.root}/{name}"
         self.files.makedirs(os.path.dirname(there), exist_ok=True)
         self.files.put_file(str(self.output / name), there)
 
     def put_checkpoint(self, folder: Path) -> None:
-        """Copy a checkpoint, its manifest last; remove those there that the run dropped."""
+        """Copy a checkpoint, its manifest last; remove remote checkpoints that the run dropped."""
         files = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.name == MANIFEST)
         for file in files:
             self.put(str(file.relative_to(self.output)))
@@ -72,7 +72,7 @@ class Store:
             self.files.rm(f"{self.root}/{FOLDER}/{step}", recursive=True)
 
     def put_rest(self, late: bool) -> None:
-        """Copy what is beside the checkpoints; with `late` the exported model too."""
+        """Copy the files other than checkpoints; with `late` also the exported model."""
         for file in sorted(p for p in self.output.rglob("*") if p.is_file() and not p.is_symlink()):
             first, *more = file.relative_to(self.output).parts
             if first == LOCK or ".tmp" in first or (first == FOLDER and len(more) > 1) or (first in LATE and not late):
@@ -81,21 +81,21 @@ class Store:
 
 
 class Copier:
-    """Copies checkpoints in a thread while the run goes on, and the rest of the folder when it ends (rank 0).
+    """Copies checkpoints in a thread during the run, and the rest of the folder at its end (rank 0).
 
-    A failure while it goes on is said, and what was missed is copied with the next checkpoint; one at the end is an
-    error, after the run is whole on this machine.
+    A failure during the run is logged, and the next checkpoint retries it; a failure at the end is an
+    error, after the run is complete on this machine.
     """
 
     def __init__(self, store: Store, anew: bool) -> None:
-        """anew: the copies of an earlier run are removed."""
+        """anew: remove the copies of an earlier run."""
         self.store, self.anew = store, anew
         self.queue = SimpleQueue[Path | None]()
         self.copied = set[str]()
         self.thread = threading.Thread(target=self._work, name="copies", daemon=True)
 
     def begin(self) -> None:
-        """Copy the configuration; raises ConfigError where nothing can be written."""
+        """Copy the configuration; raises ConfigError if the store is not writable."""
         with _reported(self.store):
             for name in self.store.names() if self.anew else ():
                 self.store.files.rm(f"{self.store.root}/{name}")
@@ -112,16 +112,16 @@ class Copier:
         """Do nothing."""
 
     def save(self, step: int, checkpoint: Path) -> None:
-        """Have a checkpoint copied."""
+        """Queue a checkpoint for copying."""
         self.queue.put(checkpoint)
 
     def _work(self) -> None:
         while (folder := self.queue.get()) is not None:
             try:
                 self._copy(folder)
-            except FileNotFoundError:  # a newer one took its place
+            except FileNotFoundError:  # replaced by a newer one
                 continue
-            except Exception as error:  # of the store's library
+            except Exception as error:  # from the store's library
                 again = "training continues; the next checkpoint retries"
                 console.say(f"{self.store.asked}: {folder.name} was not copied ({_reason(error)}); {again}")
 
@@ -140,7 +140,7 @@ class Copier:
         self.thread.join()
         try:
             self._copy(None, late=True)
-        except Exception as error:  # of the store's library
+        except Exception as error:  # from the store's library
             do = f"the run is complete on this machine: copy {self.store.output} yourself"
             if kind is None:
                 raise RunError(self.store.asked, _reason(error), do) from error
@@ -152,15 +152,15 @@ def _reason(error: Exception) -> str:
 
 
 def copier(config: Config, resume: Literal["auto"] | Path | None) -> Copier | None:
-    """Return what copies the run, if it is configured so."""
+    """Return the copier of a run, if `train.copy_to` is set."""
     return None if config.train.copy_to is None else Copier(Store(config), resume is None and config.train.overwrite)
 
 
 def check_copies(config: Config, resume: Literal["auto"] | Path | None) -> None:
-    """Check that no other run has its copies there; write nothing.
+    """Check that the store has no other run's copies; write nothing.
 
     Raises:
-        UserError: there is one, or nothing can be read there.
+        UserError: it has, or it cannot be read.
     """
     if config.train.copy_to is None:
         return
@@ -179,19 +179,19 @@ def check_copies(config: Config, resume: Literal["auto"] | Path | None) -> None:
 def _run(manifest: bytes) -> object:
     try:
         return parse_json(manifest)["run_id"]
-    except (ValueError, KeyError, TypeError):  # a damaged one is no other run's
+    except (ValueError, KeyError, TypeError):  # a damaged manifest counts as this run's
         return None
 
 
 def fetch_copies(config: Config, ranks: int, resume: Literal["auto"] | Path) -> None:
-    """Fetch a run's copies into its output folder, where that has no checkpoint: for `--resume auto`.
+    """Fetch a run's copies into an output folder without checkpoints, for `--resume auto`.
 
     Args:
-        ranks: processes of this run that call it: of several none fetches.
-        resume: what is resumed; a folder needs no copies.
+        ranks: processes that call it; several fetch nothing.
+        resume: the checkpoint to resume; a folder needs no copies.
 
     Raises:
-        UserError: nothing can be read there, or several processes would write the folder at once.
+        UserError: the store cannot be read, or several processes would write the folder at once.
     """
     if config.train.copy_to is None or resume != "auto" or find_checkpoints(config.output):
         return
@@ -225,7 +225,7 @@ def _get(store: Store, name: str, here: Path) -> None:
 
 @contextmanager
 def _reported(store: Store) -> Iterator[None]:
-    """Turn an error of the store's library into a ConfigError."""
+    """Convert an error of the store's library to a ConfigError."""
     try:
         yield
     except UserError:

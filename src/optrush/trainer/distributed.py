@@ -1,6 +1,6 @@
 """Join the process group, build the mesh, and exchange host integers and texts between ranks.
 
-One process a device. Tensors on the device go through NCCL (gloo on CPU); host integers and the stop flag through
+One process per device. Device tensors go through NCCL (gloo on CPU); host integers and the stop flag through
 gloo, so that counting the targets of a step never waits for the GPU.
 """
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_meetings: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of each name: store keys used so far
-SEGMENTS = "expandable_segments:True"  # what is free becomes one range: little of it is left in pieces of no use
-CHOSEN = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where people set torch's allocator up themselves
+_meetings: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # store keys used so far, by name
+SEGMENTS = "expandable_segments:True"  # less fragmentation
+CHOSEN = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # users configure torch's allocator here
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers. `mesh` is None in a run of one process, where no collective is ever called."""
+    """This process among its peers. `mesh` is None with one process, which calls no collective."""
 
     rank: int
     ranks: int
@@ -75,16 +75,16 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Return whether this rank is the first of those that work on the same rows."""
+        """Return whether this rank is the first of the ranks with the same rows."""
         return not any(self.at(axis) for axis in SAME_ROWS)
 
     @property
     def leads(self) -> bool:
-        """Return whether this rank is the first of its stage of a pipeline, of all ranks where there is none."""
+        """Return whether this rank is the first of its pipeline stage, or of all ranks without a pipeline."""
         return self.rank % (self.ranks // self.along("pp")) == 0
 
     def sum_along(self, axis: str, t: Tensor) -> Tensor:
-        """Return the sum of the tensors of an axis' ranks, with the gradient of this rank's own part of it."""
+        """Return the sum over an axis' ranks; the gradient is that of this rank's part."""
         if self.mesh is None or self.along(axis) == 1:
             return t
         whole = t.detach().clone()
@@ -92,15 +92,15 @@ class World:
         return t + (whole - t.detach())
 
     def summed(self, t: Tensor) -> DeviceMesh | None:
-        """Return the ranks with gradients of the same piece of a tensor by other tokens, as one axis."""
+        """Return, as one axis, the ranks with gradients of the same shard from other tokens."""
         cut = cut_axes(t)
         return self.flat(*(axis for axis in SUMMED if axis not in cut))
 
     def shards(self, *cut: str) -> DeviceMesh | None:
-        """Return the mesh that data sharding cuts over: its axes as one, after "rep" if there is one.
+        """Return the mesh for data sharding: its axes as one, after "rep" if there is one.
 
         Args:
-            cut: axes over which the tensors are cut already.
+            cut: axes over which the tensors are already sharded.
         """
         one = self.flat(*(axis for axis in SUMMED if axis not in ("rep", *cut)))
         if self.mesh is None or one is None or self.along("rep") == 1:
@@ -109,25 +109,25 @@ class World:
         return self.mesh["rep", one.mesh_dim_names[0]]
 
     def flat(self, *axes: str) -> DeviceMesh | None:
-        """Return those of the axes that the mesh has, as one axis; None in a run of one process."""
+        """Return the mesh's axes among these as one axis; None with one process."""
         if self.mesh is None:
             return None
         return self.mesh["_".join(a for a in self.mesh.mesh_dim_names or () if a in axes)]
 
     @cached_property
     def summing(self) -> dist.ProcessGroup | None:
-        """The ranks with gradients of the same weights by other tokens; None: there is only this one."""
+        """Return the ranks with gradients of the same weights from other tokens; None: only this one."""
         mesh = self.flat(*SUMMED)
         return None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
 
 TIMEOUT_S = 600.0  # the default of `train.timeout`
-JOINING_S = 60.0  # at least, for the others to start: they may import torch from a slow disk
-_watch: Watch | None = None  # of the process group that `join` has joined
+JOINING_S = 60.0  # minimum wait for others to start: they may import torch from a slow disk
+_watch: Watch | None = None  # of the process group that `join` joined
 
 
 def join(kind: str, timeout_s: float = TIMEOUT_S) -> torch.device:
-    """Set the device up, and join the process group if a launcher has started several processes.
+    """Set up the device, and join the process group if a launcher started several processes.
 
     Args:
         timeout_s: how long a rank may keep the others waiting in a collective.
@@ -136,14 +136,14 @@ def join(kind: str, timeout_s: float = TIMEOUT_S) -> torch.device:
         This process's device.
 
     Raises:
-        RunError: a rank has not come within `timeout_s`, at least JOINING_S. The process ends where another one of this
+        RunError: a rank did not connect within `timeout_s`, at least JOINING_S. The process exits if another of this
             host is stopped for `timeout_s`.
     """
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
         if not any(name in os.environ for name in CHOSEN):
-            torch._C._accelerator_setAllocatorSettings(SEGMENTS)  # the variable is read once, maybe before
+            torch._C._accelerator_setAllocatorSettings(SEGMENTS)  # the variable is read once, perhaps earlier
     if launched()[1] > 1 and not dist.is_initialized():
         _join_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout_s)
     return device
@@ -176,24 +176,24 @@ def _join_group(backend: str, timeout_s: float) -> None:
 
 
 def under_way(operation: str, step: int = 0, at_once: bool = True) -> None:
-    """Note the operation that begins: what an error names if another rank does not come to it.
+    """Record the starting operation, for the error if another rank does not reach it.
 
     Args:
-        at_once: for the other ranks to see before the next beat, which an operation of every step is too short for.
+        at_once: publish it before the next heartbeat; operations of every step are too short for that.
     """
     if _watch is not None:
         _watch.note(step, operation, at_once)
 
 
 def resume_with(line: Callable[[], str]) -> None:
-    """Set what the error about a missing rank gives as the remedy."""
+    """Set the remedy in the error about a missing rank."""
     if _watch is not None:
         _watch.resume = line
 
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Report an error of this rank alone to the others; name the rank that is missing where a collective fails."""
+    """Report this rank's error to the others; name the missing rank if a collective failed."""
     try:
         yield
     except BaseException as error:
@@ -204,7 +204,7 @@ def reported() -> Iterator[None]:
 
 
 def build_mesh(axes: Mapping[str, int], device: torch.device) -> World:
-    """Return this process in the mesh: the declared axes, and "dp" with the ranks they leave."""
+    """Return this process in the mesh: the declared axes, and "dp" with the remaining ranks."""
     rank, ranks = launched()
     if ranks == 1:
         return World(0, 1, device)
@@ -219,7 +219,7 @@ def build_mesh(axes: Mapping[str, int], device: torch.device) -> World:
         ("rep", "ep"),
         ("cp",),
         ("rep", "cp"),
-    ):  # here, where all ranks are: it makes process groups
+    ):  # all ranks are here: it creates process groups
         several = tuple(a for a in names if a in SUMMED and a not in left_out)
         if len(several) > 1 and "_".join(several) not in made:
             made.add("_".join(several))
@@ -229,12 +229,12 @@ def build_mesh(axes: Mapping[str, int], device: torch.device) -> World:
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """Leave the process group at the end, after the others where no error was raised."""
+    """Leave the process group at the end; without an error, after the others."""
     global _watch
     with reported():
         yield
         under_way("the end of the run")
-        wait_for_all()  # rank 0 may write for long, and holds the store that the others still use
+        wait_for_all()  # rank 0 may write for long, and has the store that others still use
         host_sum([0])
     if _watch is not None:
         _watch.close()
@@ -263,9 +263,9 @@ def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def wait_for_all() -> None:
-    """Wait until every rank is here, however long that takes: no collective is under way that could time out.
+    """Wait for every rank without a time limit: no collective can time out.
 
-    For after work whose length differs between machines, such as tokenising.
+    For work of different duration per machine, such as tokenising.
     """
     exchange("here", math.inf)
 
@@ -273,10 +273,10 @@ def wait_for_all() -> None:
 def exchange(
     text: str, limit_s: float, name: str = "", cancelled: Callable[[], bool] = lambda: False
 ) -> list[str] | None:
-    """Return every rank's text without a collective; None: a rank did not answer in time, it waits in a collective.
+    """Return every rank's text without a collective; None: a rank did not answer in time.
 
     Args:
-        name: of a thread's own exchanges, which come between those of others in another order on each rank.
+        name: of a thread's exchanges, whose order relative to others differs per rank.
         cancelled: returns whether to give up.
     """
     if not dist.is_initialized():
@@ -291,7 +291,7 @@ def exchange(
             return None
         time.sleep(pause)
         pause = min(0.05, 2 * pause)
-    if place:  # who is here has read the texts of the exchange before
+    if place:  # all have read the previous exchange
         store.delete_key(f"optrush/{name}/{place - 1}/{rank}")
     return [store.get(key).decode() for key in everyone]
 
@@ -316,10 +316,10 @@ def from_first(text: str) -> str:
 
 
 def from_stages(world: World, own: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's tensors by name, and on rank 0 those of the other stages of a pipeline; every rank calls it.
+    """Yield this rank's tensors by name, on rank 0 also the other pipeline stages'; every rank calls it.
 
     Args:
-        own: whole, and on the host of the first rank of each stage (`World.leads`).
+        own: whole tensors, on the host of each stage's first rank (`World.leads`).
     """
     stages = world.along("pp")
     for stage in range(stages):
@@ -334,7 +334,7 @@ def from_stages(world: World, own: Iterator[tuple[str, Tensor]]) -> Iterator[tup
         elif world.rank == 0:
             yield from _received(leader)
         if stages > 1:
-            wait_for_all()  # in no collective: rank 0 writes what it gets
+            wait_for_all()  # not in a collective: rank 0 is writing
 
 
 def _send(to: int, name: str, t: Tensor) -> None:
@@ -358,7 +358,7 @@ def _received(source: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def agree(error: UserError | RunError | None) -> None:
-    """Raise the first rank's error on every rank, so that none waits for one that has left; every rank calls it."""
+    """Raise the first rank's error on every rank, so that no rank waits for one that left; every rank calls it."""
     reports = [json.loads(t) for t in gather(json.dumps([type(error).__name__, error.args] if error else None))]
     for kind, args in filter(None, reports):
         agreed: UserError | RunError = getattr(errors, kind)(*args)
@@ -367,7 +367,7 @@ def agree(error: UserError | RunError | None) -> None:
 
 
 def agreed(work: Callable[[], Result]) -> Result:
-    """Return the result of work without a collective, once it is done on every rank; raises the first rank's error."""
+    """Run work without a collective and return its result once all ranks are done; raises the first rank's error."""
     error: UserError | RunError | None = None
     try:
         result = work()
@@ -392,40 +392,40 @@ def check_equal(what: Mapping[str, str]) -> None:
 
 # --- Sharded tensors (torch's DTensor), without importing their module.
 #
-# The import takes a second, and most processes have none: where it is not imported, no tensor is sharded.
+# The import takes a second, and most processes need none: if it is not imported, no tensor is sharded.
 
 
 def is_sharded(t: Tensor) -> TypeGuard[DTensor]:
-    """Return whether it is a DTensor: this rank may hold a piece of it only."""
+    """Return whether it is a DTensor: this rank may have only a shard."""
     made = sys.modules.get("torch.distributed.tensor")
     return made is not None and isinstance(t, made.DTensor)
 
 
 def is_gathered(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Return whether FSDP gathers this module's parameters where they are used."""
+    """Return whether FSDP gathers this module's parameters."""
     made = sys.modules.get("torch.distributed.fsdp")
     return made is not None and isinstance(module, made.FSDPModule)
 
 
 def local(t: Tensor) -> Tensor:
-    """Return this rank's piece, sharing its storage."""
+    """Return this rank's shard; it shares storage."""
     return t.to_local() if is_sharded(t) else t
 
 
 def like(t: Tensor, piece: Tensor) -> Tensor:
-    """Return a rank's piece as a tensor that is sharded as `t` is."""
+    """Return a rank's shard as a tensor sharded like `t`."""
     if not is_sharded(t):
         return piece
     return type(t).from_local(piece, t.device_mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride())
 
 
 def gathered(t: Tensor) -> Tensor:
-    """Return the whole tensor; of a sharded one every rank must call it."""
+    """Return the whole tensor; if it is sharded, every rank must call it."""
     return t.full_tensor() if is_sharded(t) else t
 
 
 def cut_axes(t: Tensor) -> set[str]:
-    """Return the axes of the mesh along which ranks hold different pieces of a tensor."""
+    """Return the mesh axes over which a tensor is sharded."""
     if not is_sharded(t):
         return set()
     placed = zip(t.device_mesh.mesh_dim_names or (), t.placements, strict=True)
@@ -433,7 +433,7 @@ def cut_axes(t: Tensor) -> set[str]:
 
 
 def offset(t: Tensor) -> tuple[int, ...]:
-    """Return the offset of this rank's piece in the whole."""
+    """Return the offset of this rank's shard in the whole tensor."""
     if not is_sharded(t):
         return (0,) * t.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -1,7 +1,7 @@
-"""Compute the reference of `objective: dpo` and `kto` before step 0, where no adapter can be switched off.
+"""Compute the reference of `objective: dpo` and `kto` before step 0, if there is no adapter to disable.
 
-One pass of the untouched model over all pairs, shared by the ranks, before a checkpoint is restored over the weights.
-The result, two numbers a pair, is kept under a digest of all that determines it (`sample_store`), and is part of the
+One pass of the initial model over all pairs, split over the ranks, before a checkpoint is restored.
+The result, two numbers per pair, is cached under a digest of its inputs (`sample_store`), and is part of the
 batches from then on.
 """
 
@@ -35,14 +35,14 @@ PAIR = np.dtype((np.float32, 2))  # of a record
 
 
 def fill_reference(trainer: Trainer, prepared: Decided, *, training: bool = True) -> None:
-    """Give the batches of a run of pairs their reference, where they need one; every rank calls it.
+    """Add the reference to the batches of a preference run that needs one; every rank calls it.
 
     Args:
-        trainer: as it was built: its weights are the reference's.
-        training: False leaves out the pairs that are trained on.
+        trainer: as built, with the reference's weights.
+        training: False skips the training pairs.
 
     Raises:
-        ConfigError: the rows to train on are not there before the run.
+        ConfigError: the training rows do not exist before the run.
         DataError: the result cannot be written to the cache.
     """
     held = trainer.evaluation
@@ -55,7 +55,7 @@ def fill_reference(trainer: Trainer, prepared: Decided, *, training: bool = True
 
 
 def zero_reference(trainer: Trainer, prepared: Decided) -> None:
-    """As `fill_reference`, with zeros, for few batches that `add_reference` completes; a preflight needs only room."""
+    """Like `fill_reference` with zeros, for batches that `add_reference` completes; a preflight needs only room."""
     if _needed(trainer):
         trainer.stream.reference = np.zeros((len(_counted(trainer)), 2), np.float32)
         if (held := trainer.evaluation) is not None:
@@ -63,10 +63,10 @@ def zero_reference(trainer: Trainer, prepared: Decided) -> None:
 
 
 def add_reference(trainer: Trainer, windows: list[list[Batch]]) -> list[list[Batch]]:
-    """Return these batches with the reference of their pairs, by the model as it is; every rank calls it. No cache.
+    """Return these batches with references by the current model, uncached; every rank calls it.
 
     Args:
-        windows: on each rank as many batches.
+        windows: the same number of batches on each rank.
     """
     if not _needed(trainer):
         return windows
@@ -88,7 +88,7 @@ def _needed(trainer: Trainer) -> bool:
 
 
 def _counted(trainer: Trainer) -> SampleSource:
-    """Return the pairs to train on; raise ConfigError where they do not exist before the run."""
+    """Return the training pairs; raise ConfigError if they do not exist before the run."""
     if not trainer.sources.train.tokenized:
         found = "`data.stream`: rows are not read before step 0, and there is no adapter to disable"
         asked = f"a reference for `objective: {trainer.config.objective}`"
@@ -97,15 +97,15 @@ def _counted(trainer: Trainer) -> SampleSource:
 
 
 def against(prepared: Decided, before: Decided, data: str | None, say: Callable[[str], None]) -> Trainer:
-    """Build the trainer of an evaluation of pairs, with the reference of the model that training began with.
+    """Build the trainer for evaluating pairs, with the reference of the initial model.
 
     Args:
-        prepared: of the trained model; adapters are merged into it, so none can be left out of it again.
-        before: of the other one, which is gone when this returns.
-        data: as `assemble` takes it.
+        prepared: of the trained model; its adapters are merged and cannot be disabled.
+        before: of the initial model, which is freed before this returns.
+        data: as for `assemble`.
 
     Raises:
-        ConfigError: the two read the pairs as different tokens, whose likelihoods cannot be compared.
+        ConfigError: the two models tokenize the pairs differently.
     """
     other = build(_precomputed(before), training=False, data=data, progress=say)
     fill_reference(other, before, training=False)
@@ -138,7 +138,7 @@ def _precomputed(prepared: Decided) -> Decided:
 
 
 def _found(trainer: Trainer, prepared: Decided, source: SampleSource, what: str) -> np.ndarray:
-    """(samples, 2) float32: the log-probabilities of the chosen and the rejected document of each pair."""
+    """Return (samples, 2) float32: log-probabilities of the chosen and the rejected document of each pair."""
     folder = cache_root(trainer.config.data.cache) / "reference"
     store = SampleStore(folder, _content(trainer, prepared, source), np.ones(len(source), np.int64), PAIR)
     for samples in store.missing():
@@ -147,13 +147,13 @@ def _found(trainer: Trainer, prepared: Decided, source: SampleSource, what: str)
 
 
 def _content(trainer: Trainer, prepared: Decided, source: SampleSource) -> list[Any]:
-    """Return what determines the figures: the pairs, the model, the precision and the maths."""
+    """Return the inputs that determine the figures: the pairs, the model, the precision and the maths."""
     model = {k: v for k, v in trainer.fingerprints.items() if k in ("config", "tokenizer", "base")}
-    if prepared.folder is not None:  # a sample of its values would take one model for another
+    if prepared.folder is not None:  # a sample of values could confuse two models
         model["base"] = values_digest(prepared.folder, cache_root(trainer.config.data.cache))
     different = [t.name for t in prepared.techniques if t.numerics is Numerics.DIFFERENT_MATHS]
     other = {name: trainer.config.with_.get(name) for name in different}
-    added = hashlib.sha256()  # what an adapter begins with may come from a file of its own
+    added = hashlib.sha256()  # an adapter may start from its own file
     for t in trainer.trained:
         if t.name in trainer.weight_map.fillers:
             added.update(t.local.float().cpu().numpy().tobytes())
@@ -163,14 +163,14 @@ def _content(trainer: Trainer, prepared: Decided, source: SampleSource) -> list[
 
 
 def passed(trainer: Trainer, source: SampleSource, what: str) -> np.ndarray:
-    """One forward pass over all pairs, through the same callables as an evaluation."""
+    """Return one forward pass over all pairs, with the callables of an evaluation."""
     batches = batches_of(trainer, source, trainer.model.supports_packing, f"the reference of {len(source):,} {what}")
     found = _scored(trainer, batches, len(source), lambda sample: sample)
     return np.asarray(trainer.all_reduce(found).cpu().numpy())  # each rank has its own pairs, and zeros
 
 
 def _scored(trainer: Trainer, batches: Iterable[Batch], n: int, place: Callable[[int], int]) -> Tensor:
-    """(n, 2) float32: the log-probabilities of the pairs in these batches, sample i in row place(i)."""
+    """Return (n, 2) float32: log-probabilities of the pairs in these batches, sample i in row place(i)."""
     device, score = trainer.world.device, trainer.loss_from_hidden
     found = torch.zeros(n, 2, device=device)
 

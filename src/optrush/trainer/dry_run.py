@@ -1,4 +1,4 @@
-"""Show what `optrush train` would do and what it would take, before it does: `--dry-run`.
+"""Show what `optrush train` would do and need: `--dry-run`.
 
 The data is read and tokenised as for training, the rows are those of the first step; the model is neither loaded nor
 allocated, and no file of the run is written. Facts first, one document for --json; their text is below.
@@ -41,7 +41,7 @@ from optrush.trainer.trainer import Trainer, idle_settings
 if TYPE_CHECKING:
     from optrush.data.samples import Dataset
 
-ROWS = 3  # that are shown
+ROWS = 3  # shown
 PREDICTED = (
     "peak_bytes", "memory_kind", "phase", "device", "capacity_bytes", "fits", "tokens_per_s", "basis", "host_bytes",
     "host_room_bytes", "room_bytes", "rates_from",
@@ -51,19 +51,19 @@ PREDICTED = (
 def dry_run(
     resolved: Decided, resume: Literal["auto"] | Path | None, command: str
 ) -> tuple[dict[str, Any], Prediction | None]:
-    """Return the facts of a run and its prediction, if there is one, without running it.
+    """Return the facts and the prediction, if any, of a run without running it.
 
     Args:
         command: the line that starts it.
 
     Raises:
-        UserError: whatever training would refuse before it builds the model.
+        UserError: any error of training before it builds the model.
     """
     config, env = resolved.config, resolved.env
     there = None
     try:
         check_run_output(resolved, resume)
-    except ConfigError as error:  # the facts are of use beside a finished run too
+    except ConfigError as error:  # the facts are useful for a finished run, too
         if error.found != run_dir.OCCUPIED:
             raise
         there = error.do
@@ -132,7 +132,7 @@ def _layout(resolved: Decided) -> RowLayout:
 
 
 def memory_facts(config: Config, ranks: int) -> tuple[dict[str, Any], Prediction | None]:
-    """Return the prediction for the worst rank as facts, biggest line first, and as it is; or why there is none."""
+    """Return the prediction for the worst rank as facts, biggest line first, and itself; or why there is none."""
     try:
         found = search.predict(config, "auto", ranks)
     except UserError as error:
@@ -143,14 +143,14 @@ def memory_facts(config: Config, ranks: int) -> tuple[dict[str, Any], Prediction
 
 
 def time_facts(memory: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-    """Return the predicted seconds of the steps that remain, without evaluations and saves; None without a speed."""
+    """Return the predicted seconds of the remaining steps, without evaluations and saves; None if unknown."""
     steps, speed = data["steps"] - data["done"], memory.get("tokens_per_s")
-    tokens = data["tokens"] or data["steps"] * data["rows_a_step"] * data["seq"]  # a stream's: as if rows were full
+    tokens = data["tokens"] or data["steps"] * data["rows_a_step"] * data["seq"]  # of a stream: full rows assumed
     return {"steps": steps, "train_s": tokens / speed * steps / data["steps"] if speed else None}
 
 
 def disk_facts(resolved: Decided, steps: int) -> dict[str, Any]:
-    """Return what checkpoints and the exported model take at most, and the free space of their disk."""
+    """Return the maximum bytes of checkpoints and exported model, and the free disk space."""
     config = resolved.config
     saves, copies = run_dir.saved_copies(config, steps)
     there, free = run_dir.free_space(config.output)
@@ -163,7 +163,7 @@ def disk_facts(resolved: Decided, steps: int) -> dict[str, Any]:
 
 
 def stored_facts(config: Config, teacher: Teacher, sources: Sources) -> dict[str, Any]:
-    """Return what the teacher's stored tokens take in the cache, whether they are there already or not."""
+    """Return the bytes of the teacher's stored tokens, cached or not."""
     wanted = [sources.train] if sources.held_out is None else [sources.train, sources.held_out]
     targets = sum(int(source.targets().sum()) for source in wanted)
     there, free = run_dir.free_space(cache_root(config.data.cache))
@@ -186,7 +186,7 @@ def _total_bytes(config: Config) -> tuple[int, int] | tuple[None, None]:
 def data_facts(
     resolved: Decided, sources: Sources, rows: sampler.Stream, steps: sampler.StreamPlan, done: int
 ) -> dict[str, Any]:
-    """Return documents, steps and tokens of the run; null where it is unknown before the training."""
+    """Return documents, steps and tokens of the run; null if unknown before training."""
     env = resolved.env
     known = rows.totals(steps, env.micro_rows)
     return {
@@ -217,8 +217,8 @@ def dry_run_text(
     """Format the facts for people.
 
     Args:
-        rows: the lines of facts["rows"], as `data show` prints them.
-        memory, work: the lines of the prediction, as `plan --details` prints them; none where there is none.
+        rows: the lines of facts["rows"] in the form of `data show`.
+        memory, work: the prediction's lines in the form of `plan --details`, if any.
     """
     parts = (
         ("configuration", dump_config(absolute(config)).rstrip().splitlines()),
@@ -239,7 +239,7 @@ def _size(n: float) -> str:
 
 
 def _memory(m: dict[str, Any]) -> list[str]:
-    """Return what is missing from the prediction's lines: why there are none, what to do where it does not fit."""
+    """Return why there is no prediction, or what to do if it does not fit."""
     if "unknown" in m:
         return [f"no prediction: {m['unknown']}"]
     peak, room, host_room = m["peak_bytes"], m["room_bytes"], m["host_room_bytes"]

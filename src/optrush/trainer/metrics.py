@@ -1,18 +1,18 @@
 """Measure and write metrics.jsonl: the only definition of tokens, target tokens, tokens/s, MFU, peak bytes, seconds.
 
-The device is never waited for while it trains: a logged step's figures, and whether an update was skipped, are copied
-to pinned memory and read once they have arrived, so a line may be written a step or two later. Evaluations, checkpoints
-and the last step wait for them. All ranks agree on stopping through the host (`trainer.all_reduce_int`).
+Training never waits for the device: a logged step's figures, and whether an update was skipped, are copied
+to pinned memory and read on arrival, so a line may be written a step or two later. Evaluations, checkpoints
+and the last step wait for them. Ranks agree on stopping through the host (`trainer.all_reduce_int`).
 
 tokens, target_tokens: of the logged step, all ranks, padding excluded.
 loss, and the objective's other metrics (`trainer.metrics`): means over the logged step's terms (target tokens, or
     pairs), all ranks.
-step_s, data_wait_s: mean over the steps since the last line, from the end of one step to the end of another on the
+step_s, data_wait_s: mean over the steps since the last line, from step end to step end on the
     device. tokens_per_s, mfu: real tokens since the last line, over that time.
     MFU = ModelShape.flops (6 x matrix parameters + causal attention by document) / datasheet bf16 peak.
-start_s, steps_s, end_s: seconds of a finished run from its command to step 0; of the steps, with their waiting for
-    data; of saves, evaluations and the model, until the report is drawn.
-peak_bytes: rank 0's most, so far: allocated by torch on CUDA, resident set of the process on CPU.
+start_s, steps_s, end_s: seconds of a finished run from its command to step 0; of the steps with data
+    waits; of saves, evaluations and the model, until the report is drawn.
+peak_bytes: rank 0's peak so far: allocated by torch on CUDA, resident set of the process on CPU.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 STEADY = (10, 60.0)  # steps and seconds after which shares of time are known
 Beside = Literal["saving", "evaluation", "data"]
-"""What a run spends time on beside its steps."""
+"""What a run spends time on besides its steps."""
 
 Moment = float | torch.cuda.Event
-"""The end of the work queued on a device so far; on a CPU, which is synchronous, the clock."""
+"""An event after the work queued on a device so far; on a CPU the clock."""
 
 
 class _Noted(NamedTuple):
-    """A line whose figures are on their way."""
+    """A line with pending figures."""
 
     step: int
-    steps: int  # since the line before, as are the tokens, the FLOPs of a rank, and the seconds
+    steps: int  # since the previous line, like the tokens, FLOPs of a rank, and seconds
     tokens: int
     flop: float
     counts: dict[str, float]
@@ -73,7 +73,7 @@ class Meter:
         say: Callable[[dict[str, Any]], None],
         skips: tuple[int, int] = (0, 0),
     ) -> None:
-        """`skips`: updates skipped before, and in a row up to now, when a run goes on."""
+        """`skips`: updates skipped before a resume, and consecutively up to it."""
         self.trainer, self.path, self.total_steps, self.say = trainer, path, total_steps, say
         self.device = trainer.world.device
         self.skipped = torch.tensor(skips[0], device=self.device)
@@ -83,7 +83,7 @@ class Meter:
         self.failure: RunError | None = None
         self.evals: list[float] = []
         self.judged: Callable[[int, float], None] = lambda step, loss: None  # on every rank
-        self.explained: Callable[..., dict[str, str]] = lambda *_: {}  # what took long beside the steps, as text
+        self.explained: Callable[..., dict[str, str]] = lambda *_: {}  # what took long besides the steps, as text
         self.last = 0  # the last step that was counted
         self.all_tokens = 0  # up to the last line, of all ranks, padding excluded
         self.unwritten = ""
@@ -91,7 +91,7 @@ class Meter:
         self.begin_steps()
 
     def begin_steps(self, done: int = 0) -> None:
-        """Begin to time the steps after `done`, and apart from them saving, evaluation and waiting for data."""
+        """Start timing the steps after `done`, and separately saving, evaluation and data waits."""
         self.done, self.told, self.started = done, set[str](), time.monotonic()
         self.beside: dict[str, tuple[float, int]] = dict.fromkeys(get_args(Beside), (0.0, 0))  # seconds, times
 
@@ -118,7 +118,7 @@ class Meter:
         self._drain(wait=step == self.total_steps)
 
     def _note(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> None:
-        """Queue a line: the host's values now, the device's when their copy has arrived."""
+        """Queue a line: host values now, device values when their copy arrives."""
         total = self.trainer.all_reduce_int
         tokens, attended = total(self.tokens), total(self.attended)
         self.all_tokens += tokens
@@ -140,7 +140,7 @@ class Meter:
     def _figures(self, terms: float) -> list[Tensor]:
         """Return the means of the objective's other metrics over the terms of all ranks; `terms` of this rank.
 
-        Of a name that ends with `_max` it is the largest value of all ranks.
+        For names that end with `_max`: the maximum over all ranks.
         """
         if not self.trainer.metrics:
             return []
@@ -156,7 +156,7 @@ class Meter:
         peak = self.trainer.env.device.peak_flop_s
         while self.noted and (wait or _passed(self.noted[0].end)):
             n = self.noted.popleft()
-            seconds = _between(n.begin, n.end) - n.aside_s  # waits for the end, if it must
+            seconds = _between(n.begin, n.end) - n.aside_s  # may wait for the end
             loss, lr, norm, skipped, *means = n.values.tolist()
             figures = dict(zip(self.trainer.metrics, map(_finite, means), strict=True))
             self.write({
@@ -192,7 +192,7 @@ class Meter:
         return seconds
 
     def note_beside(self, ended: bool = False) -> None:
-        """Note once each what takes a large share of the time beside the steps, when that is clear."""
+        """Note once each item that takes a large share of the time besides the steps."""
         steps, seconds = self.last - self.done, time.monotonic() - self.started
         if not ended and (steps < STEADY[0] or seconds < STEADY[1]):
             return
@@ -202,12 +202,12 @@ class Meter:
                 self.write({"step": self.last, "beside_steps": text})
 
     def end_steps(self) -> None:
-        """End the time of the steps, the last evaluation and save included."""
+        """Stop the clock of the steps, after the last evaluation and save."""
         self.ended = time.monotonic()
         self.note_beside(ended=True)
 
     def note_times(self, begun: float) -> None:
-        """Note the seconds of start, steps and end of a run that began then, divided as the plan predicts them."""
+        """Note the seconds of start, steps and end of a run that started then, split like the plan's."""
         if not self.last:  # the run was complete before
             return
         start, aside = self.started - begun, self.beside["saving"][0] + self.beside["evaluation"][0]
@@ -219,7 +219,7 @@ class Meter:
         self.write({"step": self.last, **seconds, **resumed, **where, "ended": time.strftime("%Y-%m-%d %H:%M")})
 
     def skips(self) -> tuple[int, int]:
-        """Return the updates skipped so far, and in a row up to now; waits for the device."""
+        """Return the skipped updates, in total and in a row up to now; waits for the device."""
         self._drain(wait=True)
         return int(self.skipped.item()), len(self.bad)
 
@@ -228,7 +228,7 @@ class Meter:
         return {**found, "peak_bytes": found["peak_bytes"] + self.trainer.outside_bytes}
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line; while the disk is full, lines wait here for the next one, and training goes on."""
+        """Append a line; while the disk is full, lines are queued and training continues."""
         if self.path is None:
             return
         waiting = bool(self.unwritten)
@@ -254,7 +254,7 @@ class Meter:
         self._read_flags(wait=False)
 
     def _read_flags(self, *, wait: bool) -> None:
-        """Count skipped updates in a row, of the steps whose flag has arrived."""
+        """Count consecutive skipped updates, for steps whose flag has arrived."""
         while self.watched:
             step, samples, flag, event = self.watched[0]
             if event is not None and not event.query():  # type: ignore[no-untyped-call]
@@ -301,7 +301,7 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
 
 def resident() -> int:
     """Return the peak resident bytes of this process on the host."""
-    # Not getrusage: its peak begins at the parent's, which may be a larger process.
+    # Not getrusage: its peak starts at the parent's, perhaps a larger process.
     most = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert most is not None, "Linux counts every process's peak"
     return int(most[1]) * 1024

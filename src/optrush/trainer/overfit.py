@@ -1,8 +1,8 @@
 """Train on the first N batches again and again, until their loss is near zero: `optrush train --overfit N`.
 
-A model that cannot learn one batch will not learn a data set, and the reason is easy to find here: only the weights
-change from step to step. Built as a run is, by the run's own callables at its own learning rate (constant after the
-warm-up); writes no file of the run.
+A model that cannot learn one batch will not learn a data set, and here the reason is easy to find: only the weights
+change from step to step. Uses the run's callables and learning rate (constant after the
+warm-up); writes no run files.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from optrush.trainer.run import RunRequest, batches, build_to_fit
 from optrush.trainer.trainer import Trainer, set_step
 
 STEPS = 200  # at most, by default
-NEAR = 0.05  # a loss that counts as zero, in nats a target
+NEAR = 0.05  # a loss that counts as zero, in nats per target
 CLOSE = 1.01  # times the lowest possible loss counts as reaching it
 JUMPS = 0.3  # share of the rises in all changes of the loss
 FLAT = 0.02  # share of the whole fall: the last quarter fell by more than this, so the loss still falls
 EVERY = 10  # steps from log line to log line
 
-Windows = list[list[Batch]]  # of each step, this rank's micro-batches
+Windows = list[list[Batch]]  # this rank's micro-batches of each step
 
 
 @dataclass(frozen=True)
 class OverfitResult:
-    """What `--overfit` reports; `cause` is None where the batches were learned."""
+    """The report of `--overfit`; `cause` is None if the batches were learned."""
 
     reached: bool
     cause: str | None
@@ -72,8 +72,8 @@ class OverfitTrace:
     losses: list[float]  # mean of each pass over the batches, in training mode
     before: float  # the same in evaluation mode (no dropout): with the first weights
     after: float  # and with the last
-    norms: list[float]  # of the gradient, a step
-    rounds: bool  # bfloat16 weights are rounded to the nearest
+    norms: list[float]  # of the gradient, per step
+    rounds: bool  # bfloat16 weights are rounded to nearest
     lr: float
     steps: int
 
@@ -82,14 +82,14 @@ def run_overfit(resolved: Decided, count: int, most: int = STEPS) -> OverfitResu
     """Train on the run's first `count` batches for at most `most` steps; every rank calls it.
 
     Raises:
-        UserError: what a run would refuse; more batches than the run or the steps have.
+        UserError: as for a run; or more batches than the run or the steps have.
     """
     refuse_sampled(resolved.config, f"--overfit {count}")
     if 2 * count > most:
         do = f"use fewer batches, or --overfit-steps {10 * count}"
         raise ConfigError(f"--overfit {count}", f"{most} steps, fewer than two passes over each batch", do)
     begun, optim = time.monotonic(), resolved.config.optim
-    warmup = optim.warmup if optim.warmup < 1 else 0.03  # that many steps of a whole run are too many of this one
+    warmup = optim.warmup if optim.warmup < 1 else 0.03  # a whole run's warm-up would be too long here
     constant = changed(resolved.config, {"optim.schedule": "constant", "optim.warmup": warmup})
     resolved = dataclasses.replace(resolved, config=constant)
     group = join_ranks(resolved)
@@ -125,7 +125,7 @@ def run_overfit(resolved: Decided, count: int, most: int = STEPS) -> OverfitResu
 
 
 def lowest_loss(config: Config) -> float:
-    """Return the lowest mean loss that rows without contradictions allow: of smoothed pairs the labels' entropy."""
+    """Return the lowest possible mean loss without contradictory rows: for smoothed pairs the labels' entropy."""
     if config.dpo is None or config.dpo.loss != "sigmoid":
         return 0.0
     e = config.dpo.label_smoothing
@@ -133,7 +133,7 @@ def lowest_loss(config: Config) -> float:
 
 
 def _train(trainer: Trainer, windows: Windows, terms: list[float], most: int, target: float) -> OverfitTrace:
-    """Take the steps; all that decides about them is the same on every rank."""
+    """Run the steps; their control flow is the same on every rank."""
     trainer.set_step = partial(set_step, trainer, steps=most)
     before = _eval_loss(trainer, windows, terms)
     losses, norms, bad, n = list[float](), list[float](), 0, 0

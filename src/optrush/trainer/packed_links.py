@@ -1,11 +1,11 @@
-"""Send what FSDP gathers and reduces as int8 codes, by its own slots for collectives.
+"""Send FSDP's gathers and reductions as int8 codes, through its hooks for collectives.
 
-FSDP lays the shards of a block's parameters one after the other and sends them as one tensor. Here those of matrices
-become codes with a float32 scale for each 256 values of one matrix (kernels/int8.py); all others travel as they are: in
+FSDP concatenates the shards of a block's parameters and sends them as one tensor. Here shards of matrices
+become codes with a float32 scale per 256 values of one matrix (kernels/int8.py); others are sent unchanged: in
 one block with a norm's weights of 1 a matrix's of 0.01 would be 0. One message holds scales, codes, and the rest.
 
-Every rank restores every shard from its message, its own too, so that all multiply by the same weights. The shards that
-are trained stay exact. Gradients go to the rank that sums them, in float32, all at once: each is rounded once.
+Every rank decodes every shard, its own too, so that all multiply by the same weights. The trained shards
+stay exact. Gradients go to the rank that sums them in float32, all at once: each is rounded once.
 
 Source: Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209
 Differs from the source: no second copy of the weights within a host, and 8 bits for gradients, not 4.
@@ -29,16 +29,16 @@ gather_bytes: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of one parameter, as FSDP sends it."""
+    """A rank's shard of one parameter, as FSDP sends it."""
 
-    values: int  # with what fills the last rank's
+    values: int  # including the last rank's padding
     dtype: torch.dtype
     is_matrix: bool
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Where a shard is in what FSDP sends, in bytes."""
+    """The byte range of a shard in FSDP's message."""
 
     first: int
     last: int
@@ -53,10 +53,10 @@ class _Span:
 
 
 def shards_of(block: nn.Module, matrices: set[nn.Parameter], ranks: int, *, trained: bool = False) -> list[Shard]:
-    """Return the shards of a block that FSDP has cut over ranks, in its order: those of submodules first.
+    """Return the shards of a block that FSDP sharded, in its order: submodules first.
 
     Args:
-        trained: those that have gradients only.
+        trained: only shards with gradients.
     """
     found = dict.fromkeys(p for module in _inner_first(block) for p in module.parameters(recurse=False))
     return [
@@ -73,13 +73,13 @@ def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Message:
-    """The bytes that stand for shards."""
+    """The encoded bytes of shards."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
 
     def spans(self, sent: Tensor) -> list[_Span]:
-        """Return where shards are in one rank's part of what FSDP sends: of one type, or the bytes of several."""
+        """Return the ranges of shards in one rank's part of FSDP's message: of one dtype, or the bytes of several."""
         spans, at = [], 0
         for shard in self.shards:
             dtype = shard.dtype if sent.dtype == torch.uint8 else sent.dtype
@@ -120,14 +120,14 @@ class Message:
 
 class _Room:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return room for what is sent or received."""
+        """Return a buffer to send or receive."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class PackedGather(_Room):
     """FSDP's all-gather of one block (`FSDPModule.set_custom_all_gather`)."""
 
-    exact = False  # gathers as they are, in an evaluation
+    exact = False  # gather unencoded, in an evaluation
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.message = Message(shards)

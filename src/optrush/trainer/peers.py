@@ -1,13 +1,13 @@
-"""Watch the other ranks, and end this process with a reason when one of them is gone or does not answer.
+"""Watch the other ranks, and end this process with a reason if one is gone or does not answer.
 
-A process that waits in a collective cannot be interrupted from Python, and a collective's own error names no rank. So
-every rank writes a beat to a store, twice a second: a count, and the step and operation that are under way. A second
+A process that waits in a collective cannot be interrupted from Python, and a collective's error names no rank. So
+every rank writes a heartbeat to a store twice per second: a count, and the current step and operation. A second
 thread compares the beats of the others with the clock: the store's own calls block while its process is stopped.
 
-A rank is gone when its process on this host has ended; it does not answer when its beat, or its part of a collective,
-has not come for `train.timeout` seconds. While the ranks meet, `Start` watches their processes: there are no beats yet.
-A rank that fails for a reason of its own reports that to the store, and the others end without a message. Everything
-else is an error of three lines, printed by the first rank that is left, and by the first rank of each host that no
+A rank is gone if its process on this host has ended; it does not answer if its beat, or its part of a collective,
+is missing for `train.timeout` seconds. While ranks connect, `Start` watches their processes: there are no beats yet.
+A rank that fails by itself reports that to the store, and the others end without a message. Everything
+else is a three-line error, printed by the first remaining rank, and by the first rank of each host that no
 longer reaches the store.
 """
 
@@ -34,11 +34,11 @@ from optrush.launch import LAUNCHER, process_stat, sibling_ranks
 
 BEAT_S = 0.5
 LATE_S = 2.0  # a beat older than this is missing, once a collective has failed
-NAMING_S = 3.0  # how long a failed collective waits for the name of the rank that is missing
-LEAVING_S = 5.0  # for this process to leave by itself after another rank's failure
+NAMING_S = 3.0  # how long a failed collective waits for the missing rank's name
+LEAVING_S = 5.0  # for this process to exit by itself after another rank's failure
 COLLECTIVE = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
 
-LATE = ("timed out", "timeout")  # in the error of a collective that a rank did not come to
+LATE = ("timed out", "timeout")  # in the error of a collective that a rank did not reach
 
 RESUME = "restart with: --resume auto"
 State = Literal["alive", "stopped", "gone", "unknown"]
@@ -46,11 +46,11 @@ State = Literal["alive", "stopped", "gone", "unknown"]
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank reports: where it runs, and what is under way there."""
+    """A rank's report: where it runs, and its current operation."""
 
     host: str
     pid: int
-    begun: int  # the kernel's start time of the process: a process id may be used again
+    begun: int  # the kernel's start time of the process: process ids may be reused
     step: int
     operation: str
 
@@ -65,14 +65,14 @@ class Beat:
         return "gone"
 
     def place(self, r: int) -> str:
-        """Return where rank `r` runs, and what was under way there."""
+        """Return where rank `r` runs, and its last operation."""
         state = "is stopped, last seen in" if self.state() == "stopped" else "was last seen in"
         host = self.host.partition(" ")[0]
         return f"; rank {r}, process {self.pid} on {host}, {state} {_at(self.step)}{self.operation}"
 
 
 def _host() -> str:
-    """Return the name of this host and of its space of process ids: containers may share the first."""
+    """Return the names of this host and its PID namespace: containers may share the first."""
     with suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
@@ -82,17 +82,17 @@ HOST = _host()
 
 
 class Watch:
-    """The beats of all ranks of a run. `under_way` is written by the training thread, the rest by the watch's own."""
+    """The beats of all ranks of a run. The training thread writes `under_way`, the watch's threads the rest."""
 
     def __init__(
         self, store: Store, reports: Store, rank: int, ranks: int, timeout_s: float, known: Mapping[int, Beat] = {}
     ) -> None:
-        """Begin to beat and to watch.
+        """Start sending beats and watching.
 
         Args:
-            store: a connection that nothing else uses; rank 0's process, or torchrun's agent, holds the other end.
-            reports: the same store by the connection of the training thread.
-            known: where the other ranks were before their first beat.
+            store: a connection for this object only, to rank 0's process or torchrun's agent.
+            reports: the same store through the training thread's connection.
+            known: the other ranks' places before their first beat.
         """
         self.store, self.reports, self.rank, self.ranks, self.timeout_s = store, reports, rank, ranks, timeout_s
         self.under_way = (0, "the start")  # the step, and the operation
@@ -102,7 +102,7 @@ class Watch:
         now = time.monotonic()
         self.beats: dict[int, tuple[str, float]] = {r: ("", now) for r in range(ranks) if r != rank}
         self.known = {**known}
-        self.answered, self.reads = now, 0  # when the store answered last, and how often it has
+        self.answered, self.reads = now, 0  # time of the store's last answer, and number of answers
         self.hurry = threading.Event()  # read again without a pause
         self.failed_at: float | None = None  # when another rank's own failure was read
         self.explained: tuple[BaseException, float] | None = None  # what `explain` returned, and when
@@ -113,17 +113,17 @@ class Watch:
             threading.Thread(target=work, name="optrush-watch", daemon=True).start()
 
     def close(self) -> None:
-        """End the watch: the ranks are about to leave."""
+        """End the watch: the ranks are about to exit."""
         self.closing = True
 
     def note(self, step: int, operation: str, at_once: bool) -> None:
-        """Note what begins. The other ranks see it with the next beat, or `at_once`, for a round trip to the store."""
+        """Record the starting operation. Other ranks see it with the next beat, or `at_once` for a store round trip."""
         self.under_way = (step, operation)
         if at_once:
-            with suppress(RuntimeError):  # the store's process has ended: the watch's own thread finds it, too
+            with suppress(RuntimeError):  # the store's process has ended: the watch's thread notices
                 self._tell()
 
-    # --- the thread that talks to the store
+    # --- the store thread
 
     def _beat(self) -> None:
         try:
@@ -136,14 +136,14 @@ class Watch:
             self.broken = True
 
     def _tell(self) -> None:
-        with self.beating:  # or an older report could replace a newer one
+        with self.beating:  # so that no older report replaces a newer one
             self.count += 1
             report = [self.count, HOST, os.getpid(), self.begun, *self.under_way]
             self.store.set(f"beat/{self.rank}", json.dumps(report))
 
     def _read(self) -> None:
         heard = list(self.beats)
-        if not self.store.check([f"beat/{r}" for r in heard]):  # a rank has not begun: the others count all the same
+        if not self.store.check([f"beat/{r}" for r in heard]):  # a rank has not started: the others count anyway
             heard = [r for r in heard if self.beats[r][0] or self.store.check([f"beat/{r}"])]
         now = time.monotonic()
         for r, value in zip(heard, self.store.multi_get([f"beat/{r}" for r in heard]) if heard else [], strict=True):
@@ -153,7 +153,7 @@ class Watch:
         if self.failed_at is None and self.store.check(["failed"]):
             self.failed_at = now
 
-    # --- the thread that compares beats with the clock
+    # --- the clock thread
 
     def _judge(self) -> None:
         gone_since: float | None = None
@@ -165,13 +165,13 @@ class Watch:
             if missing := self._missing(self.timeout_s):
                 self._leave(missing)
             if self.explained is not None and now - self.explained[1] > LEAVING_S:
-                self._end(self.explained[0])  # something that the training thread cleans up waits for the missing rank
+                self._end(self.explained[0])  # a cleanup of the training thread waits for the missing rank
             gone_since = (gone_since or now) if self._in_state("gone") or self.broken else None
             if gone_since is not None and now - gone_since > LEAVING_S:
                 self._leave(self._missing(LATE_S) or [0])
 
     def _leave(self, missing: list[int] | None) -> None:
-        """End this process, whatever its other threads wait for."""
+        """Exit this process, even if other threads wait."""
         if self.closing or not self.ending.acquire(blocking=False):
             return
         error = None if missing is None else self._error(missing)
@@ -199,12 +199,12 @@ class Watch:
         now = time.monotonic()
         if late_s < self.timeout_s and (gone := self._in_state("gone")):
             return gone
-        if self.broken or now - self.answered > late_s:  # nothing is known of the others since
+        if self.broken or now - self.answered > late_s:  # no news of the others since
             return [0] if self._own_store and self.rank else []
         return [r for r, (_, at) in self.beats.items() if now - at > late_s]
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return what to raise for an error that has ended this rank's training; report it to the other ranks.
+        """Return the exception for an error that ended this rank's training; report it to the other ranks.
 
         Returns:
             The error itself if it is this rank's own, or was returned before; RunError that names the missing rank
@@ -213,7 +213,7 @@ class Watch:
         if getattr(error, "everywhere", False) or isinstance(error, KeyboardInterrupt | SystemExit):
             return error
         if self.explained is not None and error is self.explained[0]:
-            return error  # not reported: the store may be the missing rank's, which does not answer
+            return error  # not reported: the store may belong to the missing rank
         if not isinstance(error, RuntimeError) or not _of_a_collective(error):
             self._report()
             return error
@@ -222,10 +222,10 @@ class Watch:
         return reason
 
     def _reason(self, error: RuntimeError) -> BaseException:
-        """Return what to raise where a collective has failed, once it is known which rank is missing."""
+        """Return the exception for a failed collective, once the missing rank is known."""
         if not self.ending.acquire(blocking=False):
             time.sleep(2 * LEAVING_S)  # the watch's own thread prints and ends the process
-        end, enough = time.monotonic() + NAMING_S, self.reads + 2  # one of them begins after the error
+        end, enough = time.monotonic() + NAMING_S, self.reads + 2  # at least one starts after the error
         self.hurry.set()
         while time.monotonic() < end and self.failed_at is None:
             if (self.broken or self.reads >= enough) and self._missing(LATE_S):
@@ -239,7 +239,7 @@ class Watch:
             return SystemExit(1)  # the launcher prints which signal it was
         if (
             not missing and not self._cut_off() and not any(word in str(error).lower() for word in LATE)
-        ):  # all are there: it cannot work
+        ):  # all ranks are alive: the collective itself failed
             step, operation = self.under_way
             found = f"rank {self.rank}: {' '.join(str(error).split())[:500]}"
             do = "check the devices and the network between the ranks; NCCL_DEBUG=INFO shows more"
@@ -256,10 +256,10 @@ class Watch:
         return bool(missing) and all(r in self._in_state("gone") or (r == 0 and self.broken) for r in missing)
 
     def _error(self, missing: list[int]) -> RunError | None:
-        """Return the error that names the missing ranks; None if another rank prints it. Ends those that are stopped.
+        """Return the error with the missing ranks; None if another rank prints it. Kills stopped ranks.
 
         Args:
-            missing: the ranks; empty: all are there, and one has not come to the collective.
+            missing: the ranks; empty: all are alive, but one has not reached the collective.
         """
         left = min(r for r in range(self.ranks) if r not in missing)
         stopped = self._in_state("stopped")
@@ -280,7 +280,7 @@ class Watch:
         return RunError(f"{_at(step)}{operation}, on {self.ranks} ranks", found, self._remedy(names))
 
     def _remedy(self, missing: list[int]) -> str:
-        """Return how to go on: where ranks of other hosts are missing, on which hosts torchrun is to be started."""
+        """Return the remedy; if ranks of other hosts are missing, the hosts on which to start torchrun."""
         beats = [beat for r in missing if (beat := self._beat_of(r)) is not None and beat.host != HOST]
         if not beats or "TORCHELASTIC_RUN_ID" not in os.environ:
             return self.resume()
@@ -289,7 +289,7 @@ class Watch:
         return f"restart torchrun on {where}: {self.resume()}"
 
     def _cut_off(self) -> list[int]:
-        """Return the ranks of other hosts, if nothing is heard of them and this rank is the first of its own host."""
+        """Return the ranks of other hosts, if all are silent and this rank is the first of its host."""
         if not self.broken and time.monotonic() - self.answered <= LATE_S:
             return []
         hosts = {r: beat.host for r in self.beats if (beat := self._beat_of(r)) is not None}
@@ -302,7 +302,7 @@ class Watch:
 
 
 def _kill(stopped: Iterable[Beat]) -> None:
-    """End stopped processes unless `--ranks` does: their training is over, and torchrun would wait for 30 s."""
+    """Kill stopped processes unless `--ranks` does: torchrun would wait 30 s for them."""
     for beat in stopped if LAUNCHER not in os.environ else ():
         with suppress(OSError):
             os.kill(beat.pid, signal.SIGKILL)
@@ -325,16 +325,16 @@ def _at(step: int) -> str:
 
 
 class Start:
-    """The ranks of this host while they meet: a thread ends this process if one is stopped for `train.timeout`."""
+    """The ranks of this host while connecting: a thread exits this process if one is stopped for `train.timeout`."""
 
     def __init__(self, rank: int, ranks: int, timeout_s: float) -> None:
         self.rank, self.ranks, self.timeout_s = rank, ranks, timeout_s
-        self.known: dict[int, Beat] = {}  # the other ranks of which a process is known
+        self.known: dict[int, Beat] = {}  # other ranks with a known process
         self.over, self.ending = threading.Event(), threading.Lock()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch the other ranks within it; name a rank that is missing where the store or the group fails."""
+        """Watch the other ranks within it; name a missing rank if the store or the group fails."""
         threading.Thread(target=self._judge, name="optrush-start", daemon=True).start()
         try:
             yield
@@ -356,7 +356,7 @@ class Start:
                 self._leave(late)
 
     def _leave(self, missing: list[int]) -> None:
-        """End this process; the first rank of this host that has noticed prints which ranks are missing."""
+        """Exit this process; the first rank of this host to notice prints the missing ranks."""
         if not self.ending.acquire(blocking=False):
             time.sleep(2 * LEAVING_S)  # the other thread prints and ends the process
         beats = {r: self.known[r] for r in sorted(missing)}
@@ -375,7 +375,7 @@ class Start:
 
 
 def _siblings(known: Container[int]) -> dict[int, Beat]:
-    """Return the processes of other ranks that this one's launcher has started, which may not have answered yet."""
+    """Return the processes of other ranks started by this one's launcher; they may not have answered yet."""
     found: dict[int, Beat] = {}
     for r, pid in sibling_ranks().items():
         if r not in known:
@@ -385,17 +385,17 @@ def _siblings(known: Container[int]) -> dict[int, Beat]:
 
 
 def meet(store: Store, rank: int, ranks: int, limit_s: float, known: dict[int, Beat] | None = None) -> str:
-    """Return a name for this start of the ranks, the same on all of them and never used before.
+    """Return a fresh name for this start, the same on all ranks.
 
-    torchrun starts dead ranks again with the store that holds the keys of those before them: without a new name a rank
-    would read the address of one that is gone. Rank 0 answers the greetings that it finds, and each rank waits until
+    torchrun restarts dead ranks with the old store and its keys: without a new name a rank
+    would read the address of a dead one. Rank 0 answers the greetings it finds, and each rank waits until
     the answer contains its own.
 
     Args:
         known: gets the processes of the other ranks, which their greetings name.
 
     Raises:
-        RunError: a rank did not come within `limit_s` seconds.
+        RunError: a rank did not connect within `limit_s` seconds.
     """
     place = json.dumps([HOST, os.getpid(), process_stat(os.getpid())[1], 0, "the start, meeting the others"])
     own, end = f"{secrets.token_hex(8)} {place}", time.monotonic() + limit_s

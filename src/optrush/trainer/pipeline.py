@@ -1,11 +1,11 @@
 """Run a window of micro-batches through the stages of a pipeline, by the schedules of torch.distributed.pipelining.
 
 A rank holds some blocks of the model under their own names, the first stage the embedding, the last one the norm and
-the head. Between stages travel hidden states, and their gradients back. Everything else of a micro-batch (positions,
-documents, labels) every rank has read itself, so that torch passes each stage the number of the micro-batch only.
+the head. Stages exchange hidden states and their gradients. Everything else of a micro-batch (positions,
+documents, labels) every rank reads itself, so torch passes each stage only the micro-batch's number.
 
-`trainer.loss` runs once for each stage and micro-batch: the model's forward pass is then that of the stage, and the
-objective is applied on the last stage only. So what wraps either of them, as autocast does, need not know of stages.
+`trainer.loss` runs once per stage and micro-batch: the model's forward pass is then the stage's, and the
+objective is applied only on the last stage. So wrappers of either, such as autocast, need no stages.
 
 Source: the schedules are torch's (1F1B and interleaved: https://arxiv.org/abs/2104.04473; ZB-V:
 https://arxiv.org/abs/2401.10241).
@@ -27,7 +27,7 @@ from optrush.trainer.trainer import Trainer, begin_window
 
 
 class Stage(nn.Module):
-    """Some consecutive blocks of a decoder, with what comes before the first and after the last.
+    """Consecutive blocks of a decoder, with the modules before the first and after the last.
 
     The root of sharding. The decoder owns the same modules, and names them.
     """
@@ -43,15 +43,15 @@ class Stage(nn.Module):
         self.head = model.head if self.last else None
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        """Return what the next stage gets, (B, T, D), or the last stage's loss, (1,).
+        """Return the next stage's input (B, T, D), or the last stage's loss (1,).
 
-        x: hidden states; of the first stage a number of no use. number (1,): of the micro-batch, on the host.
+        x: hidden states; unused in the first stage. number (1,): of the micro-batch, on the host.
         """
         return self.run(self, x, int(number))
 
 
 def split_model(model: Decoder, mine: Mapping[int, range]) -> list[Stage]:
-    """Keep this rank's stages of a decoder on the meta device, and note what other ranks hold.
+    """Keep this rank's stages of a decoder on the meta device, and note the other ranks' parts.
 
     Args:
         mine: the blocks of each stage by its number.
@@ -75,10 +75,10 @@ def split_model(model: Decoder, mine: Mapping[int, range]) -> list[Stage]:
 
 
 class Pipeline:
-    """The window and the evaluation of a rank: what `trainer.forward_backward` and `trainer.eval_loss` are."""
+    """Implements `trainer.forward_backward` and `trainer.eval_loss` of a rank."""
 
     def __init__(self, trainer: Trainer, parts: list[Stage], stages: int, schedule: str, evaluation: str) -> None:
-        """schedule, evaluation: names of torch's schedules, for training and for forward passes alone."""
+        """schedule, evaluation: names of torch's schedules, for training and for forward passes only."""
         assert trainer.world.mesh is not None
         self.trainer, self.parts, self.stages = trainer, parts, stages
         self.names = {True: schedule, False: evaluation}
@@ -86,7 +86,7 @@ class Pipeline:
         self.made: dict[tuple[Any, ...], Any] = {}  # torch's schedules
         self.batches: list[Batch] = []  # of the window, on the device
         self.stage, self.x = parts[0], torch.empty(0)  # those under way
-        self.factor: Tensor | None = None  # of a loss: the scale over the number of targets
+        self.factor: Tensor | None = None  # of a loss: scale / number of targets
         self.total = torch.empty(0)
         self.tied = ""  # the name of a parameter that the first and the last stage hold
         self.score = trainer.loss_from_hidden
@@ -96,7 +96,7 @@ class Pipeline:
         trainer.loss_from_hidden = self._score
 
     def tie(self, name: str) -> None:
-        """Keep a parameter of the first and the last stage equal; the first one counts and saves it."""
+        """Tie a parameter of the first and the last stage; the first counts and saves it."""
         if any(part.first or part.last for part in self.parts):
             self.tied = name
         if not any(part.first for part in self.parts):
@@ -125,7 +125,7 @@ class Pipeline:
     # A window.
 
     def forward_backward(self, batches: list[Batch], terms: float | Tensor) -> Tensor:
-        """Run a window as `trainer.forward_backward`."""
+        """Run a window; see `trainer.forward_backward`."""
         trainer = self.trainer
         terms = begin_window(trainer, terms)
         self.factor = trainer.scale / terms
@@ -140,7 +140,7 @@ class Pipeline:
 
     @torch.no_grad()
     def eval_loss(self, batches: list[Batch]) -> Tensor:
-        """Evaluate as `trainer.eval_loss`."""
+        """Evaluate; see `trainer.eval_loss`."""
         self.trainer.model.eval()
         self.factor = None
         return self.trainer.all_reduce(self._window(batches, False))
@@ -164,7 +164,7 @@ class Pipeline:
         return self.total
 
     def _schedule(self, many: int, B: int, T: int, learns: bool) -> Any:
-        """Return torch's schedule of so many micro-batches of this shape: it keeps what stages receive."""
+        """Return torch's schedule for this number and shape of micro-batches; it has the receive buffers."""
         key = many, B, T, learns
         if key not in self.made:
             trainer, model = self.trainer, self.trainer.model
@@ -182,14 +182,14 @@ class Pipeline:
             kind = schedules.get_schedule_class(self.names[learns])
             one = len(stages) == 1
             made: Any = kind(stages[0] if one else stages, many, loss_fn=_loss, scale_grads=False)
-            if not learns and not one:  # else an evaluation of stages that are neighbors asks for gradients
+            if not learns and not one:  # else an evaluation of adjacent stages requests gradients
                 for action in ("FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "REDUCE_GRAD"):
                     made.register_custom_function(getattr(schedules, action), _nothing)
             self.made[key] = made
         return self.made[key]
 
     def _sum_tied(self) -> None:
-        """Sum the gradients of a weight that the first and the last stage hold, each its own copy of it."""
+        """Sum the gradients of the two copies of a weight in the first and the last stage."""
         ranks = dist.get_process_group_ranks(self.group)
         other = ranks[-1] if dist.get_rank(self.group) == 0 else ranks[0]
         for mine in [t.grad for t in self.trainer.trained if t.name == self.tied and t.grad is not None]:
@@ -201,15 +201,15 @@ class Pipeline:
 
 
 def stream_dtype(trainer: Trainer) -> torch.dtype:
-    """Return the type of what flows between blocks of our decoder."""
-    # Where autocast does not realise the products' type, the owner of the data axis casts what enters a block to it.
+    """Return the dtype between blocks of our decoder."""
+    # Without autocast the owner of the data axis casts block inputs to the matmul dtype.
     if trainer.precision is not None and (trainer.env.spec.narrow_stream or not trainer.autocast):
         return trainer.precision
     return next(iter(trainer.model.blocks.values())).get_parameter("norm1.weight").dtype
 
 
 def _nothing(action: Any, context: Any) -> None:
-    """Take the place of a backward pass in an evaluation, for which nothing was received."""
+    """Replace the backward pass in an evaluation, which receives nothing."""
     context.schedule_ref.bwd_recv_ops.pop((action.stage_index, action.microbatch_index), None)
 
 

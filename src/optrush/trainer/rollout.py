@@ -1,11 +1,11 @@
 """Sample, reward and pack the answers that `objective: grpo` learns from.
 
-A step takes prompts in the order in which it would take rows, samples a group of answers to each from the model
-as it is, rewards them, and hands the loop micro-batches like any other: the loop does not know that they were sampled.
-What is drawn follows from (seed, prompt, member, position), and a prompt's number from the step. So a resumed run
-samples what the run that was stopped would have sampled.
+A step takes prompts in the order of rows, samples a group of answers to each from the current model,
+rewards them, and gives the loop ordinary micro-batches.
+Draws follow from (seed, prompt, member, position), and a prompt's number from the step. So a resumed run
+samples the same answers as an uninterrupted one.
 
-A row of the data is a conversation or a text with its answer: its prompt is what is before the last answer, and that
+A data row is a conversation or a text with its answer: its prompt is everything before the last answer, and that
 answer is the reference of the rewards.
 """
 
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
 
 ANSWERS = "answers.jsonl"  # in the run's folder: one group of each logged step
-OTHERWISE = 0.05  # nats a token, in the mean, from which sampling and training are no longer the same policy
+OTHERWISE = 0.05  # mean nats per token at which sampling and training count as two policies
 
 
 @dataclass(frozen=True)
 class Rewarded:
-    """An answer with its reward (None: a reward failed), the single ones, and its advantage in its group."""
+    """An answer with its total reward (None: one failed), the single rewards, and its advantage in its group."""
 
     answer: SampledAnswer
     reward: float | None
@@ -66,16 +66,16 @@ class Rewarded:
 
 
 class PromptStream(Stream):
-    """Prompts as rows of a step, and as its micro-batches the answers sampled to them."""
+    """A stream with prompts as rows, and the sampled answers as micro-batches."""
 
     tokenized = True
     trainer: Trainer  # set by `attach`
     sampler: Sampler
 
     def __init__(self, source: SampleSource, layout: RowLayout, settings: Grpo, *, T: int, seed: int) -> None:
-        """layout: of the sampled answers. Raises ConfigError: a prompt and its answer do not fit a row."""
+        """layout: of the sampled answers. Raises ConfigError if a prompt and its answer do not fit a row."""
         self.packed, self.settings = layout, settings
-        before = source.lengths() - source.targets()  # tokens of the prompts, and what follows an answer
+        before = source.lengths() - source.targets()  # tokens of the prompts, and those after an answer
         if len(none := np.flatnonzero((before < 2) | (source.targets() == 0))):
             where = _place(source)(int(none[0]))
             found = "a text without an answer, or an answer without a prompt"
@@ -88,29 +88,29 @@ class PromptStream(Stream):
         super().__init__(source, Padded(), T=T, rows=settings.prompts, seed=seed, cost=plain_cost)
         self.room = 2 if layout.one_doc else ROOM  # for documents of a row; it grows with the rows
         self.most_room = 2 if layout.one_doc else -(-(T // (int(before.min()) + 1) + 1) // ROOM) * ROOM
-        self.one_shape = False  # every micro-batch has all rows: each other shape would be compiled anew
+        self.one_shape = False  # every micro-batch has all rows: other shapes would recompile
 
     def plan(self, epochs: float | None = None, steps: int | None = None) -> StreamPlan:
-        """Return the length of a run; of several updates a rollout every prompt has as many steps."""
+        """Return the length of a run; with several updates per rollout a prompt has as many steps."""
         updates = self.settings.updates
         whole = super().plan(epochs, None if steps is None else -(-steps // updates))
         return StreamPlan(steps or whole.steps * updates, whole.rows, self.room)
 
     def totals(self, plan: StreamPlan, micro_rows: int) -> Totals | None:
-        """Return None: how long answers will be is not known."""
+        """Return None: the length of answers is unknown."""
         return None
 
     def position(self, k: int) -> int:
         return k // self.settings.updates * self.rows
 
     def batches(self, k: int, plan: StreamPlan, *, rank: int, ranks: int, micro_rows: int) -> list[Batch]:
-        """Return none: a step is sampled from the weights that the steps before it left."""
+        """Return none: a step samples from the weights after the previous step."""
         return []
 
     def run(
         self, plan: StreamPlan, done: int, *, rank: int, ranks: int, micro_rows: int, loading: Loading
     ) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of the steps from `done` on; each is sampled when it is asked for."""
+        """Yield the micro-batches of the steps from `done` on, sampled on demand."""
         updates, made = self.settings.updates, list[Batch]()
         self.sampler.forget_after(done)
         for k in range(done, plan.steps):
@@ -126,7 +126,7 @@ class PromptStream(Stream):
         return step % self.trainer.config.train.steps_a_line(steps) == 0 or step == steps
 
     def collated(self, rows: Sequence[Row], micro_rows: int) -> Batch:
-        """Collate at most `micro_rows` rows; of fewer, as many as the next power of two: few shapes, little padding."""
+        """Collate at most `micro_rows` rows, padded to a power of two: few shapes, little padding."""
         many = micro_rows if self.one_shape else min(micro_rows, 1 << max(0, len(rows) - 1).bit_length())
         whole = [*rows, *([] for _ in range(many - len(rows)))]
         longest = max([sum(len(d) for _, d in row) for row in rows], default=1)
@@ -136,15 +136,15 @@ class PromptStream(Stream):
 
 @dataclass
 class Sampler:
-    """What samples, rewards and packs; one a run."""
+    """Samples, rewards and packs answers; one per run."""
 
     trainer: Trainer
     stream: PromptStream
     judge: Judge
     ends: list[int]
-    raw: Callable[[int], Mapping[str, Any]]  # of a sample: its row as it is in the file
-    where: Callable[[int], object]  # of a sample: its place
-    engine: AnswerEngine | None = None  # kept for the run; None: one for each step, no larger than that needs
+    raw: Callable[[int], Mapping[str, Any]]  # sample number -> its row in the file
+    where: Callable[[int], object]  # sample number -> its place
+    engine: AnswerEngine | None = None  # for the whole run; None: one per step, of the needed size
     settings: Grpo = field(init=False)
     said: set[str] = field(default_factory=set)  # events that were logged
 
@@ -154,7 +154,7 @@ class Sampler:
 
     @property
     def slots(self) -> int:
-        """Return how many answers are sampled at the same time."""
+        """Return the number of answers sampled at once."""
         assert self.trainer.env.rollout is not None
         return self.trainer.env.rollout.slots
 
@@ -166,11 +166,11 @@ class Sampler:
         """Sample and reward answers.
 
         Args:
-            rows: of each prompt its number, its sample and the document with its answer.
-            greedy: one answer of the likeliest tokens.
+            rows: each prompt's number, sample and document with its answer.
+            greedy: one answer of the most likely tokens.
 
         Raises:
-            RunError: keys and values of so many answers do not fit.
+            RunError: the keys and values do not fit in memory.
         """
         s, trainer = self.settings, self.trainer
         prompts = [PromptIds(number, d.ids[: begin_of_answer(d)]) for number, _, d in rows]
@@ -205,12 +205,12 @@ class Sampler:
         return str(self.trainer.tokenizer.decode(list(map(int, ids)), skip_special_tokens=True))
 
     def reference(self, number: int, document: Document) -> str:
-        """Return a sample's own answer; "" if its row is a prompt alone."""
+        """Return a sample's own answer; "" if its row is only a prompt."""
         own = has_answer(dict(self.raw(number)), row_rules(self.trainer.config))
         return self.text(document.ids[document.targets]) if own else ""
 
     def forget_after(self, step: int) -> None:
-        """Cut `answers.jsonl` back to a step, which a run goes on from."""
+        """Truncate `answers.jsonl` to the step of a resume."""
         file = Path(self.trainer.config.output) / ANSWERS
         if self.trainer.world.rank == 0 and file.is_file():
             run_dir.cut_back(file, step)
@@ -218,11 +218,11 @@ class Sampler:
     # --- a step's micro-batches
 
     def step(self, step: int, rows: Sequence[tuple[int, Row]], micro_rows: int, logs: bool) -> list[Batch]:
-        """Return this rank's micro-batches of a step; every rank calls it, and gets as many.
+        """Return this rank's micro-batches of a step; every rank calls it and gets the same number.
 
         Args:
             rows: the number of each prompt in the run, and its row of one sample; none at the end of the data.
-            logs: a line is logged of a step that learns from these answers.
+            logs: a step that learns from these answers is logged.
         """
         self._compare_last()
         began = time.perf_counter()
@@ -251,15 +251,15 @@ class Sampler:
         return batches
 
     def learns(self, r: Rewarded) -> bool:
-        """Return whether an answer is learnt: it has a reward, and ended or is kept all the same."""
+        """Return whether an answer is learnt: it has a reward, and ended or is kept anyway."""
         return r.reward is not None and (r.answer.ended or self.settings.truncated == "keep")
 
     def moves(self, r: Rewarded) -> bool:
-        """Return whether an answer moves a weight: one as good as its group has no gradient, unless the base pulls."""
+        """Return whether an answer has a gradient: with advantage 0 it has none, unless beta is set."""
         return r.advantage != 0 or self.settings.beta > 0
 
     def _rows(self, learnt: Sequence[tuple[int, Document, Rewarded]]) -> list[list[tuple[int, Document, Rewarded]]]:
-        """Lay prompts with their answers out in rows of at most T tokens."""
+        """Pack prompts with their answers in rows of at most T tokens."""
         if not learnt:
             return []
         whole = []
@@ -276,9 +276,9 @@ class Sampler:
     def _batch(
         self, rows: Sequence[Sequence[tuple[int, Document, Rewarded]]], micro_rows: int, sizes: Sequence[int]
     ) -> Batch:
-        """Collate rows with what the loss needs of each token (objectives/grpo.py).
+        """Collate rows with the loss's inputs per token (objectives/grpo.py).
 
-        sizes: terms, tokens and answers of the step, as `token_weight` takes them.
+        sizes: terms, tokens and answers of the step, for `token_weight`.
         """
         batch = self.stream.collated([[(s, d) for s, d, _ in row] for row in rows], micro_rows)
         shape = tuple(batch.tokens.shape)
@@ -297,7 +297,7 @@ class Sampler:
 
     @torch.no_grad()
     def _old(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Return log-probabilities of the answers' tokens by the model as it is, (B, T) of each batch, on the host."""
+        """Return log-probabilities of the answers' tokens by the current model, (B, T) per batch, on the host."""
         trainer, found, score = self.trainer, list[Tensor](), self.trainer.loss_from_hidden
 
         def noted(hidden: Tensor, batch: Batch) -> Tensor:
@@ -313,7 +313,7 @@ class Sampler:
         return found
 
     def _weighed(self, batches: Sequence[Batch], old: Sequence[Tensor], weigh: Weigh) -> list[Batch]:
-        """Return the batches with the importance weights of tokens that another program sampled."""
+        """Return the batches with importance weights for tokens sampled by another program."""
         learnt, disabled = [b.extra["answers"] > 0 for b in batches], self.trainer.adapters_disabled
 
         def chosen(values: Sequence[Tensor]) -> Tensor:
@@ -332,12 +332,12 @@ class Sampler:
         ]
         return [replace(b, extra={**b.extra, "weights": w}) for b, w in zip(batches, weights, strict=True)]
 
-    # --- what all ranks know, and what people see
+    # --- sums over ranks, and reports
 
     def _agreed(
         self, groups: Sequence[Sequence[Rewarded]], sizes: tuple[int, int, int], micros: int, seconds: float
     ) -> list[int]:
-        """Return sizes (terms, tokens, answers) of all ranks and the micro-batches of each; set the step's metrics."""
+        """Return sizes (terms, tokens, answers) over all ranks and micro-batches per rank; set the step's metrics."""
         every = [r for group in groups for r in group]
         known = [r for r in every if r.reward is not None]
         sums = {
@@ -366,10 +366,10 @@ class Sampler:
         return [*summed, max(1, *(one["micros"] for one in told))]
 
     def _report(self, sums: Mapping[str, float], figures: Mapping[str, float], failure: str) -> None:
-        """Log once each what keeps a run from learning; every rank calls it with the same values.
+        """Log, once each, conditions that keep a run from learning; every rank calls it with the same values.
 
         Raises:
-            DataError: not one answer of the step has a reward.
+            DataError: no answer of the step has a reward.
         """
         refuse_failed(int(sums["known"]), int(sums["answers"]), failure)
         cut, flat = figures["truncated"], figures["groups_flat"]
@@ -384,7 +384,7 @@ class Sampler:
                 self.trainer.log_event({name: text})
 
     def _compare_last(self) -> None:
-        """Log once where the last step's log-probabilities by sampler and training are those of two policies."""
+        """Log once if the sampler's and training's log-probabilities of the last step differ too much."""
         figures, name = self.trainer.metrics, "sampled_otherwise"
         seen = figures["ratio"].item()  # the sum of ratios near 1: the tokens of this rank's last window
         apart = figures["logp_difference_mean"].item() / max(seen, 1.0)
@@ -397,10 +397,10 @@ class Sampler:
     def _write(
         self, step: int, given: Sequence[tuple[int, int, Document]], groups: Sequence[Sequence[Rewarded]]
     ) -> None:
-        """Append the first group of the step to `answers.jsonl`; rank 0 alone."""
+        """Append the first group of the step to `answers.jsonl`; rank 0 only."""
         trainer = self.trainer
         folder = Path(trainer.config.output)
-        if trainer.world.rank or not given or not folder.is_dir():  # nothing but a run makes the folder
+        if trainer.world.rank or not given or not folder.is_dir():  # only a run creates the folder
             return
         _, number, document = given[0]
         n = begin_of_answer(document)
@@ -419,7 +419,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class SampledEvaluation:
-    """The held-out prompts, answered by the likeliest tokens; iterate for a batch that holds their rewards."""
+    """Held-out prompts with greedy answers; iterate for a batch with their rewards."""
 
     sampler: Sampler
     source: SampleSource
@@ -455,17 +455,17 @@ class SampledEvaluation:
 
 
 def refuse_failed(known: int, answers: int, failure: str) -> None:
-    """Raise DataError where not one of some answers has a reward."""
+    """Raise DataError if none of the answers has a reward."""
     if answers and not known:
         do = "fix the function, or raise grpo.reward_timeout"
         raise DataError("rewards of sampled answers", f"all {answers} failed; the first: {failure}", do)
 
 
 def try_rewards(config: Config, source: SampleSource, tokenizer: Any) -> None:
-    """Reward the first row's own answer, as a run rewards a sampled one.
+    """Reward the first row's own answer like a sampled one.
 
     Raises:
-        ConfigError, DataError: a rule is wrong, or fails there.
+        ConfigError, DataError: a rule is wrong or fails.
     """
     assert config.grpo is not None
     judge, (document,) = judge_of(config.grpo), source.documents(0)
@@ -485,7 +485,7 @@ def precision_of(trainer: Trainer) -> AbstractContextManager[object]:
     """Return the context in which the trainer's forward passes run."""
     if not trainer.autocast:
         return nullcontext()
-    # Weights that were cast are not kept: a recorded step would go on reading them after an update.
+    # No cache of cast weights: a recorded step would read stale ones after an update.
     return torch.autocast(trainer.world.device.type, trainer.precision, cache_enabled=False)
 
 
@@ -493,7 +493,7 @@ def prompt_stream(config: Config, source: SampleSource, layout: RowLayout, T: in
     """Return the stream of a run's prompts.
 
     Raises:
-        ConfigError: rows that are read while training, whose documents are torn, or that are too short.
+        ConfigError: rows are streamed, split documents, or are too short.
     """
     assert config.grpo is not None
     asked = "`objective: grpo`"
@@ -509,11 +509,11 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
     """Let a built trainer sample: its stream's steps, and its evaluation.
 
     Raises:
-        NeedsError: the model, or how it is cut over ranks, cannot sample here.
+        NeedsError: the model, or its sharding, cannot sample here.
     """
     settings, world = trainer.config.grpo, trainer.world
     assert settings is not None and isinstance(trainer.stream, PromptStream)
-    gathers = trainer.whole_weights is not nullcontext  # whole for as long as answers are sampled
+    gathers = trainer.whole_weights is not nullcontext  # whole during sampling
     cut = [*sorted(trainer.env.sharded - ({"dp"} if gathers else set()))]
     cut += [axis for axis in ("tp", "cp", "pp") if world.along(axis) > 1]
     if world.ranks > 1 and type(trainer.storage) is not Storage:  # an engine's own weights
@@ -547,9 +547,9 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
 
 
 def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> AnswerEngine | None:
-    """Return what samples all of a run; on CUDA one size for every step, which is recorded and compiled once."""
+    """Return the sampler of a run; on CUDA with one size for every step, recorded and compiled once."""
     settings, world = trainer.config.grpo, trainer.world
-    if (served := trainer.config.rollout) is not None and trainer.optimizer is not None:  # an evaluation is our own
+    if (served := trainer.config.rollout) is not None and trainer.optimizer is not None:  # evaluations sample here
         return ServerEngine(served, trainer)
     if isinstance(trainer.model, HFModel):
         return PaddedEngine(trainer.model)
@@ -566,7 +566,7 @@ def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> AnswerEngine |
 
 
 def stay_near_base(trainer: Trainer) -> None:
-    """Let the loss see the model before training, where it is kept near that; before other steps wrap the loss.
+    """Give the loss the initial model if `grpo.beta` is set; before other stages wrap the loss.
 
     Raises:
         NeedsError: the weights before training are gone.
@@ -581,14 +581,14 @@ def stay_near_base(trainer: Trainer) -> None:
 
 
 def _place(source: SampleSource) -> Callable[[int], object]:
-    """Return what finds the place of a sample's row."""
+    """Return the function from a sample's number to its row's place."""
     return getattr(source, "where", None) or (lambda number: f"row {number}")
 
 
 def _raw_rows(source: SampleSource, config: Config) -> Callable[[int], Mapping[str, Any]]:
-    """Return what finds a sample's row as its file has it; files are read once.
+    """Return the function from a sample's number to its row in the file; files are read once.
 
-    Nothing is read if no reward needs a row: none is a function of one's own, and rows have answers.
+    Nothing is read if no reward needs a row: no reward is a user's function, and rows have answers.
     """
     where: Callable[[int], RowLocation] | None = getattr(source, "where", None)
     rules, data = (config.grpo or Grpo()).rewards, config.data

@@ -1,11 +1,11 @@
-"""Sample answers by a running vLLM or SGLang server over HTTP, from the weights that are trained.
+"""Sample answers from the trained weights by a running vLLM or SGLang server over HTTP.
 
-Before each rollout the trained adapters, or the whole model where a server cannot take them, are written to a folder
-that both programs read, and the server loads them. Adapters get a new name each time, so that no cache of earlier ones
-is read; the old ones are unloaded. Each answer is a request of its own, with a seed that follows from (seed, prompt,
+Before each rollout the trained adapters, or the whole model if a server cannot load adapters, are written to a folder
+that both programs read, and the server loads them. Adapters get a new name each time, so that no old cache
+is used; old ones are unloaded. Each answer is one request, with a seed from (seed, prompt,
 member).
 
-The server rounds in another way than training. `weigh` compares the log-probabilities of both, ends a run that is
+The server rounds differently from training. `weigh` compares the log-probabilities of both, ends a run that is
 sampled from another model, and returns importance weights: min(cap, p trained / p sampled) of each token.
 Sources: Ionides, https://doi.org/10.1198/106186008X320456 (truncated importance weights); Yao et al.,
 https://fengyao.notion.site/off-policy-rl (of tokens that another engine sampled).
@@ -40,23 +40,23 @@ from optrush.trainer import distributed
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
 
-FOREIGN = 0.1  # nats a token, in the mean, from which the server samples another model; engines differ by about 0.01
-APART = 2.0  # base and adapter are told apart where they differ by so many times the server's distance from either
-TRIES, WAIT_s = 3, 1.0  # of a connection that is refused or breaks off
-MOST_bytes, MOST_REQUESTS = 1 << 28, 256  # of an answer; at a time
+FOREIGN = 0.1  # mean nats per token of another model; engines differ by about 0.01
+APART = 2.0  # base and adapter must differ by this many times the server's distance from either
+TRIES, WAIT_s = 3, 1.0  # for a refused or broken connection
+MOST_bytes, MOST_REQUESTS = 1 << 28, 256  # maximum of an answer; at a time
 LOADED = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank RANK"
 RELOADED = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
 
 
 @dataclass(frozen=True)
 class Client:
-    """The address of a server. It follows no redirect and no proxy."""
+    """A server's HTTP client. It follows no redirect and no proxy."""
 
     url: str
-    timeout: float  # seconds of a request
+    timeout: float  # seconds per request
 
     def call(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
-        """Return the status and the value of an answer, its text if it is no JSON; GET without a body.
+        """Return the status and value of a response, its text if it is not JSON; GET without a body.
 
         Raises:
             NeedsError: no server, no answer in time, a redirect, or an error of the server.
@@ -115,7 +115,7 @@ class Client:
 
 @contextmanager
 def closed_after(connection: socket.socket, seconds: float) -> Iterator[None]:
-    """End a connection after some seconds, and raise TimeoutError: a socket's own limit begins anew with each byte."""
+    """Close a connection after some seconds and raise TimeoutError: a socket's own timeout restarts with each byte."""
     late = threading.Event()
 
     def end() -> None:
@@ -165,7 +165,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Vllm:
-    """vLLM's server with OpenAI's interface. Log-probabilities are of the tokens under the temperature if it runs with
+    """vLLM's server with OpenAI's interface. Log-probabilities include the temperature if it runs with
     --logprobs-mode processed_logprobs.
     """
 
@@ -196,11 +196,11 @@ class Vllm:
         checked_call(self.client, "/v1/load_lora_adapter", body, f"start it as `{LOADED}`")
 
     def unload(self, name: str) -> None:
-        """Forget an adapter, if the server still has it: it may have been started again."""
+        """Unload an adapter, if the server still has it: it may have restarted."""
         self.client.call("/v1/unload_lora_adapter", {"lora_name": name})
 
     def reload(self, folder: Path) -> None:
-        """Read all weights anew, and forget what was cached of the old ones."""
+        """Reload all weights, and drop caches of the old ones."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         checked_call(self.client, "/collective_rpc", body, f"start it as `{RELOADED}`")
         checked_call(self.client, "/reset_prefix_cache", {}, f"start it as `{RELOADED}`")
@@ -235,16 +235,16 @@ class Sglang:
         checked_call(self.client, "/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, do)
 
     def unload(self, name: str) -> None:
-        """Forget an adapter, if the server still has it: it may have been started again."""
+        """Unload an adapter, if the server still has it: it may have restarted."""
         self.client.call("/unload_lora_adapter", {"lora_name": name})
 
     def reload(self, folder: Path) -> None:
-        """Read all weights anew, and forget what was cached of the old ones."""
+        """Reload all weights, and drop caches of the old ones."""
         checked_call(self.client, "/update_weights_from_disk", {"model_path": str(folder)})
 
 
 def checked_call(client: Client, path: str, body: Mapping[str, Any], do: str = "read the server's log") -> Any:
-    """Return what a server answers; NeedsError if it refuses."""
+    """Return a server's response; raise NeedsError if it is an error."""
     status, found = client.call(path, body)
     if status != 200 or (isinstance(found, Mapping) and found.get("success") is False):
         raise client.error(path, f"HTTP {status}: {error_text(found)}", do)
@@ -252,7 +252,7 @@ def checked_call(client: Client, path: str, body: Mapping[str, Any], do: str = "
 
 
 def connect(settings: RolloutServer) -> Dialect:
-    """Return the interface of a server. Raises NeedsError: it does not answer, or is neither vLLM nor SGLang."""
+    """Return the interface of a server. Raises NeedsError if it does not answer, or is neither vLLM nor SGLang."""
     client = Client(settings.server, settings.timeout)
     for path in ("/model_info", "/get_model_info"):
         status, found = client.call(path)
@@ -269,7 +269,7 @@ def connect(settings: RolloutServer) -> Dialect:
 
 @dataclass
 class ServerEngine:
-    """A server that samples what is trained; one a run, on every rank.
+    """A server that samples from the trained weights; one per run, on every rank.
 
     note: for `AnswerEngine`.
     """
@@ -283,14 +283,14 @@ class ServerEngine:
     dialect: Dialect = field(init=False)
 
     def __post_init__(self) -> None:
-        """Look for the server. Raises NeedsError."""
+        """Contact the server. Raises NeedsError."""
         self.client = Client(self.settings.server, self.settings.timeout)
         self.name = distributed.from_first(f"optrush-{secrets.token_hex(4)}")
         self.dialect = distributed.agreed(lambda: connect(self.settings))
 
     @property
     def folder(self) -> Path:
-        """Return where weights are handed over."""
+        """Return the folder for the trained weights."""
         own = Path(self.trainer.config.output) / "rollout"
         return (Path(self.settings.folder) if self.settings.folder else own).resolve()
 
@@ -298,17 +298,17 @@ class ServerEngine:
         self, prompts: Sequence[PromptIds], members: int, drawing: Drawing,
         precision: AbstractContextManager[object] | None = None,
     ) -> list[SampledAnswer]:  # fmt: skip
-        """Return `members` answers to each prompt, prompt by prompt, from the weights as they are; every rank calls it.
+        """Return `members` answers to each prompt, prompt by prompt, from the current weights; every rank calls it.
 
         Raises:
-            NeedsError: as `Client.call`, or an answer that cannot be learnt from.
+            NeedsError: as for `Client.call`, or an unusable answer.
         """
         self.hand_over()
         asked = [(p, m) for p in range(len(prompts)) for m in range(members)]
         return distributed.agreed(lambda: self._answered(prompts, asked, drawing))
 
     def hand_over(self) -> None:
-        """Give the server what is trained; every rank calls it."""
+        """Send the trained weights to the server; every rank calls it."""
         self.count += 1
         name, old = f"{self.name}-{self.count}", self.loaded
         first = self.trainer.world.rank == 0
@@ -352,7 +352,7 @@ class ServerEngine:
         return SampledAnswer(*place, reply.ids, log_p, reply.finish == "stop", -sum(log_p) / len(log_p))
 
     def _wrong(self, reply: Reply, prompt: list[int], drawing: Drawing) -> tuple[str, str] | None:
-        """Return what an answer lacks, and what to do."""
+        """Return why an answer is unusable, and a remedy; None if it is usable."""
         if not reply.log_p:
             return "no log-probabilities", "allow them: vLLM --max-logprobs 1, a generative model"
         if len(reply.ids) != len(reply.log_p):
@@ -372,7 +372,7 @@ class ServerEngine:
         return None
 
     def weigh(self, sampled: Tensor, trained: Tensor, untrained: Callable[[], Tensor] | None) -> Tensor:
-        """Return importance weights, as `AnswerEngine.weigh`.
+        """Return importance weights; see `AnswerEngine.weigh`.
 
         Raises:
             NeedsError: the server samples another model, or the base without its adapter.

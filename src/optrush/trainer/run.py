@@ -1,7 +1,7 @@
 """Run one training: resolved configuration -> build -> resume -> preflight -> loop -> save -> export.
 
-Nothing is written before everything that can be refused was refused: the output folder is claimed after the preflight.
-Read `run` first; the parts that it calls follow in the order in which it calls them.
+Nothing is written before all checks have passed: the output folder is claimed after the preflight.
+Read `run` first; the functions it calls follow in the order of their calls.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ QUARANTINE = "quarantine.jsonl"
 
 
 class Listener(Protocol):
-    """What a run reports to on rank 0 (`optrush.api.Callback`)."""
+    """A receiver of a run's reports on rank 0 (`optrush.api.Callback`)."""
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None: ...
@@ -78,11 +78,11 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What to train and how to begin.
+    """What to train and how to start.
 
-    resume: "auto" continues from the newest intact checkpoint, a folder from that one, None begins anew.
+    resume: "auto" continues from the newest intact checkpoint, a folder from that one, None starts over.
     allow_change: fields whose fingerprint may have changed since the checkpoint.
-    callbacks: called on rank 0. begun: when the command or the call began.
+    callbacks: called on rank 0. begun: start time of the command or the call.
     """
 
     resolved: Decided
@@ -99,15 +99,15 @@ class Outcome:
     code: int
     output: Path
     evals: tuple[float, ...] = ()  # held-out losses of the whole run, in order
-    seconds: float = 0.0  # from the start of the run, what was loaded before the first step included
-    tokens: int = 0  # that this process and its ranks trained on, padding excluded
+    seconds: float = 0.0  # since the start of the run, loading included
+    tokens: int = 0  # trained on by all ranks of this process' run, padding excluded
 
     def closing_lines(self, pairs: bool, scores: bool = False) -> list[str]:
-        """Return what a finished run prints: duration, tokens, held-out loss, paths, what to do next.
+        """Return the text of a finished run: duration, tokens, held-out loss, paths, next command.
 
         Args:
-            pairs: the loss is no likelihood of texts, and has no perplexity.
-            scores: the model scores texts and continues none.
+            pairs: the loss is not a likelihood and has no perplexity.
+            scores: the model scores texts and generates none.
         """
         lines = [f"done in {console.duration(self.seconds)}, {console.count(self.tokens)} tokens"]
         if self.evals:
@@ -121,7 +121,7 @@ class Outcome:
 
 
 def perplexity(loss: float) -> str:
-    """Format exp(loss), the perplexity of a loss in nats a token."""
+    """Format exp(loss), the perplexity of a loss in nats per token."""
     return f"{math.exp(loss):.4g}" if loss < 700 else "beyond 1e304"
 
 
@@ -129,7 +129,7 @@ def run(request: RunRequest) -> Outcome:
     """Train as requested; every rank calls it.
 
     Raises:
-        UserError: something must be changed; the output folder is as it was.
+        UserError: something must be changed; the output folder is untouched.
         RunError: three updates in a row were not finite, or a step ran out of memory.
     """
     config, output = request.resolved.config, Path(request.resolved.config.output)
@@ -175,20 +175,20 @@ def run(request: RunRequest) -> Outcome:
         return replace(session.finished(request.begun), seconds=time.monotonic() - request.begun)
 
 
-# --- Refusals before anything is built
+# --- Checks before anything is built
 
 
 def check_run_output(resolved: Decided, resume: Literal["auto"] | Path | None) -> None:
-    """Check that the run may report where it is configured to, and write to its output folder; write nothing.
+    """Check that the run can report to its tracker and write to its output folder; write nothing.
 
     Raises:
-        UserError: as `check_tracker`, `run_dir.check_inputs` and `run_dir.check_free` raise it.
+        UserError: from `check_tracker`, `run_dir.check_inputs` or `run_dir.check_free`.
     """
     config = resolved.config
     run_dir.check_local(f"`output: {config.output}`", config.output)
     check_tracker(config)
     copies.check_copies(config, resume)
-    clean = config.train.overwrite and resume is None  # the same command resumes where it began anew
+    clean = config.train.overwrite and resume is None  # a resume never empties the folder
     run_dir.check_inputs(config.output, clean, (resolved.folder, *_inputs(config)))
     if lies_in := next((o.path for o in config.data.origins if _contains(o.path, config.output)), None):
         found = f"it is inside {lies_in}: the run's files would be read as data"
@@ -208,7 +208,7 @@ def _inputs(config: Config) -> Iterator[str | None]:
 
 
 def _contains(path: str, output: str) -> bool:
-    """Return whether a source of data is a folder, and the output lies in it."""
+    """Return whether a data source is a folder that contains the output."""
     return Path(path).is_dir() and Path(output).resolve().is_relative_to(Path(path).resolve())
 
 
@@ -229,7 +229,7 @@ def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
 
 @contextmanager
 def undone(folder: Path | None) -> Iterator[threading.Event]:
-    """Remove a folder that the run has made, if it cannot begin there; what is in it only under the run's lock."""
+    """Remove a folder created by a run that cannot start; its content only under the run's lock."""
     locked = threading.Event()
     try:
         yield locked
@@ -243,7 +243,7 @@ def undone(folder: Path | None) -> Iterator[threading.Event]:
 
 
 def check_disk(request: RunRequest, trainer: Trainer, plan: RunPlan, saved: int) -> None:
-    """Check that the disk has room for what the run will write: the sizes are known, whatever was predicted.
+    """Check that the disk has room for the run's files, by their known sizes.
 
     Args:
         saved: bytes of a checkpoint, of all ranks.
@@ -257,16 +257,16 @@ def check_disk(request: RunRequest, trainer: Trainer, plan: RunPlan, saved: int)
 
 
 def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None) -> None:
-    """Make the folder this run's: empty it where `train.overwrite` is set, cut metrics.jsonl back, write run.yaml."""
-    # A rehearsal may have halved the micro-batch.
+    """Claim the folder for this run: empty it if `train.overwrite` is set, cut metrics.jsonl back, write run.yaml."""
+    # The preflight may have halved the micro-batch.
     trainer.config = changed(trainer.config, {"batch.micro_tokens": trainer.env.micro_rows * trainer.env.seq})
     config, output = trainer.config, Path(trainer.config.output)
-    check_run_output(request.resolved, request.resume)  # again: another run may have ended here since
+    check_run_output(request.resolved, request.resume)  # again: another run may have finished here since
     run_dir.claim(output, config.train.overwrite and request.resume is None)
     run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
     files.open_to_append(output / "metrics.jsonl").close()
     reasons = "".join(f"# {line}\n" for line in request.resolved.lines())
-    if not reasons and manifest is not None and (output / "run.yaml").is_file():  # decided when it began
+    if not reasons and manifest is not None and (output / "run.yaml").is_file():  # decided at its start
         before = read_text(output / "run.yaml").splitlines(keepends=True)
         reasons = "".join(itertools.takewhile(lambda line: line.startswith("#"), before))
     files.write_whole(output / "run.yaml", reasons + dump_config(absolute(config)))
@@ -282,11 +282,11 @@ def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest:
 
 
 def absolute(config: Config) -> Config:
-    """Return the configuration with every path absolute, so that its run.yaml means the same from anywhere."""
+    """Return the configuration with absolute paths, so that its run.yaml works from any folder."""
 
     def full(path: str | None) -> str | None:
         if path is None or "://" in path or not (Path(path).exists() or glob.has_magic(path)):
-            return path  # a hub id, an address, or nothing that exists
+            return path  # a hub id, an address, or a missing path
         return str(Path(path).resolve())
 
     d, m = config.data, config.model
@@ -295,7 +295,7 @@ def absolute(config: Config) -> Config:
         source = tuple(Origin(path=full(o.path) or o.path, weight=o.weight) for o in d.origins)
     clean = d.clean and Cleaning(**{**dict(d.clean), "decontaminate": full(d.clean.decontaminate)})
     held_out = full(d.eval) if isinstance(d.eval, str) else d.eval
-    template = m.chat_template  # a folder of that name is no template: `chatml` may be meant
+    template = m.chat_template  # not a folder: the name may mean `chatml`
     template = full(template) if template is not None and Path(template).is_file() else template
     path = m.path if m.path == "tiny" else full(m.path)
     loss = config.loss and Plugin(use=plugged.absolute_name(config.loss.use), options=config.loss.options)
@@ -308,12 +308,12 @@ def absolute(config: Config) -> Config:
         **({"rollout.folder": str(Path(shared).resolve())} if shared else {}),
         "data.path": source, "data.eval": held_out, "data.clean": clean, "data.cache": full(d.cache),
         "model.path": path, "model.chat_template": template, "model.tokenizer": full(m.tokenizer),
-        "train.overwrite": False,  # run again, it must not empty itself
+        "train.overwrite": False,  # a second run must not empty the folder
         "output": str(Path(config.output).resolve()),
     })  # fmt: skip
 
 
-# --- Build, restore, preflight; with smaller micro-batches as long as it does not fit
+# --- Build, restore, preflight; with smaller micro-batches until it fits
 
 
 def build_to_fit(
@@ -323,13 +323,13 @@ def build_to_fit(
     fill_reference: Callable[[Trainer, Decided], None] = dpo_reference.fill_reference,
     first_steps: int | None = None,
 ) -> tuple[Trainer, RunPlan]:
-    """Build the trainer, restore the checkpoint, run the preflight; again with smaller micro-batches if it must be.
+    """Build the trainer, restore the checkpoint, run the preflight; retry with smaller micro-batches if needed.
 
     Args:
-        first_steps: as `build` takes it.
+        first_steps: as for `build`.
 
     Raises:
-        UserError: it does not fit, or whatever building and restoring raise.
+        UserError: it does not fit, or building or restoring failed.
     """
     today = checkpoint.first_date(manifest)
     resolved = request.resolved
@@ -341,7 +341,7 @@ def build_to_fit(
         trainer.publish = partial(publish, trainer, resolved.folder)
         plan = RunPlan(trainer, trainer.stream.plan(None if length.steps else length.epochs, length.steps))
         refusal: UserError | None = None
-        if resolved.config.referenced is not None:  # by the weights before a checkpoint is restored
+        if resolved.config.referenced is not None:  # uses the weights before a checkpoint is restored
             refusal = run_guarded(trainer, partial(fill_reference, trainer, resolved))
         if manifest is not None and refusal is None:
             changed = partial(run_dir.data_changes, manifest.path.parent.parent, trainer.config, manifest.config)
@@ -360,32 +360,32 @@ def build_to_fit(
             raise refusal
         try:
             resolved = resized(resolved, smaller)
-        except UserError:  # a technique cannot have smaller ones: report what does not fit
+        except UserError:  # a technique forbids smaller ones: report that it does not fit
             raise refusal from None
         trainer.log_event({"micro_tokens": smaller * trainer.env.seq, "after": refusal.found})
         release_memory(trainer)
 
 
-# Preflight: the largest step, one evaluation and what a save copies, once before step 0, so that nothing runs out of
-# memory late, and what compiles or is captured does so before the first step is timed. The run is unchanged: the loss
-# scale is infinite, so every update is skipped as a bad one is; loss scale, random state, buffers and the state of
-# techniques are restored, and the data is read apart from its stream. Not covered: temporaries of an update whose
+# Preflight: the largest step, one evaluation and a save's copies, once before step 0, so that nothing runs out of
+# memory late, and compilation and capture come before the first timed step. The run is unchanged: the loss
+# scale is infinite, so every update is skipped; loss scale, random state, buffers and the state of
+# techniques are restored, and the data is read outside its stream. Not covered: temporaries of an update whose
 # optimizer decides on the host whether to step.
 #
-# Largest: a full micro-batch whose every row is one document of T tokens (of pairs, two of T / 2), all learned (where
-# the width follows the rows: as long as the longest), twice where gradients accumulate; then the first step as it is.
+# Largest: a full micro-batch of rows with one document of T tokens (of pairs, two of T / 2), all targets (if
+# the width follows the rows: as long as the longest), twice with gradient accumulation; then the real first step.
 
 PREFLIGHT_S = 120.0  # for a rank that has not reported its result
 
 
 def preflight(trainer: Trainer, plan: RunPlan) -> UserError | None:
-    """Execute the largest step, and change nothing.
+    """Run the largest step without changing the run.
 
     Returns:
         None if all ranks had enough memory; else the error to raise, on every rank. The trainer is then unusable.
 
     Raises:
-        RunError: a rank ran out of memory and another waits for it in a collective.
+        RunError: a rank ran out of memory while another waits for it in a collective.
     """
     if plan.done >= plan.total:
         return None
@@ -398,12 +398,12 @@ def preflight(trainer: Trainer, plan: RunPlan) -> UserError | None:
 
     refusal = run_guarded(trainer, work)
     if refusal is None and trainer.world.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # the run's peak is that of its own steps
+        torch.cuda.reset_peak_memory_stats()  # the run's peak counts only its own steps
     return refusal
 
 
 def run_guarded(trainer: Trainer, work: Callable[[], None]) -> UserError | None:
-    """Do work of all ranks before step 0; return and raise as `preflight`."""
+    """Run work of all ranks before step 0; returns and raises like `preflight`."""
     failure = ""
     try:
         work()
@@ -426,10 +426,10 @@ def _largest_step(trainer: Trainer, plan: RunPlan) -> None:
         terms = sum(b.n_terms for b in window) * trainer.world.data_ranks
         trainer.forward_backward(window, max(1, terms))
         trainer.optimizer_step()
-    if trainer.evaluation is not None and trainer.evaluation.figures is None:  # else it samples all of its answers
+    if trainer.evaluation is not None and trainer.evaluation.figures is None:  # else it would sample all answers
         trainer.eval_loss([next(iter(trainer.evaluation))])
     if largest := max(checkpoint.slices(trainer), key=lambda s: math.prod(s.whole), default=None):
-        trainer.storage.read([largest])[0].local.detach().cpu()  # a save has one tensor on the host at a time
+        trainer.storage.read([largest])[0].local.detach().cpu()  # a save copies one tensor to the host at a time
     if trainer.world.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -437,19 +437,19 @@ def _largest_step(trainer: Trainer, plan: RunPlan) -> None:
 def _preflight_windows(trainer: Trainer, plan: RunPlan) -> Iterator[list[Batch]]:
     env, rows, world = trainer.env, trainer.stream, trainer.world
     if not rows.tokenized and Part.CAPTURE in env.claimed:
-        # The number of documents a row has room for is known when rows are read: this capture would never be replayed.
-        trainer.notes.append("memory is not checked before step 1: CUDA graphs need rows of data.stream")
+        # The documents per row are unknown until rows are read: this capture would never be replayed.
+        trainer.notes.append("memory is not checked before step 1: data.stream has not read the rows to record")
         return
-    many = env.accumulation if "pp" in env.axes else min(2, env.accumulation)  # a pipeline holds more of them at once
+    many = env.accumulation if "pp" in env.axes else min(2, env.accumulation)  # a pipeline has several in flight
     yield [largest_batch(trainer, plan)] * many
-    if rows.tokenized:  # of a stream the first step exists once a window of rows has been read
+    if rows.tokenized:  # a stream has no first step before it reads a window
         rank, ranks = world.data_rank, world.data_ranks
         if first := rows.batches(plan.done, plan.length, rank=rank, ranks=ranks, micro_rows=env.micro_rows):
             yield first
 
 
 def largest_batch(trainer: Trainer, plan: RunPlan) -> Batch:
-    """Build the micro-batch that takes the most memory of all possible ones: full rows of one document each."""
+    """Build the micro-batch with the highest possible memory: full rows of one document each."""
     rows, env = trainer.stream, trainer.env
     width = env.seq
     if rows.layout.pad_to_longest and rows.tokenized:
@@ -465,7 +465,7 @@ def largest_batch(trainer: Trainer, plan: RunPlan) -> Batch:
 
 @contextmanager
 def _state_restored(trainer: Trainer) -> Iterator[None]:
-    """Restore what a skipped update, a forward pass or an evaluation changes. After an error the trainer is lost."""
+    """Undo the changes of a skipped update, a forward pass or an evaluation. After an error the trainer is unusable."""
     cuda = trainer.world.device.type == "cuda"
     random, cuda_random = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
     scale, lr, finite = trainer.scale.clone(), trainer.lr.clone(), trainer.loss_is_finite
@@ -511,7 +511,7 @@ def _out_of_memory(trainer: Trainer, failure: str) -> UserError:
 
 
 def release_memory(trainer: Trainer) -> None:
-    """Free the memory of a trainer that did not fit, whatever still references it."""
+    """Free the memory of a trainer that did not fit, despite remaining references."""
     tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
     tensors += [state for states in trainer.optimizer.state().values() for state in states.values()]
     for t in tensors:
@@ -532,18 +532,18 @@ def release_memory(trainer: Trainer) -> None:
 
 
 class Session:
-    """What surrounds the loop of one run: metrics lines, reporters, checkpoints. Leaving it ends the reporters."""
+    """Metrics lines, reporters and checkpoints around the loop of one run. Exiting it ends the reporters."""
 
     def __init__(
         self, trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None, passed: list[tuple[Path, str]],
         saver: checkpoint.Saver, tracker: Reporter | None, bar: console.Bar | None,
         callbacks: tuple[Listener, ...] = (),
     ) -> None:  # fmt: skip
-        """Log what is different since the checkpoint, and begin to report.
+        """Log the changes since the checkpoint, and start reporting.
 
         Args:
-            passed: damaged checkpoints that were passed over, and why.
-            tracker, bar: rank 0's; a tracker only where one is configured.
+            passed: damaged checkpoints that were skipped, and why.
+            tracker, bar: rank 0's; a tracker only if configured.
         """
         self.trainer, self.plan, self.bar, self.output = trainer, plan, bar, Path(trainer.config.output)
         self.saver, saver.settled = saver, self._settled
@@ -588,20 +588,20 @@ class Session:
         self.meter.begin_steps(self.plan.done)
 
     def save(self, step: int) -> None:
-        """Save a checkpoint; training goes on if the disk fails, and the last good checkpoint stays.
+        """Save a checkpoint; if the disk fails, training continues and the last good checkpoint stays.
 
-        With `train.save: async` it goes on while a thread writes.
+        With `train.save: async` a thread writes.
         """
         skips = self.meter.skips()
         if self.meter.failure is not None:
             return  # a failed run leaves its last good checkpoint the newest
         position = self.trainer.stream.position(step)
         meta = checkpoint.Meta(self.run_id, position, *skips, self.trainer.fingerprints)
-        self.saver.settle(wait=True)  # which checkpoint is the best, and not pruned, depends on it
+        self.saver.settle(wait=True)  # the best checkpoint, which is not pruned, depends on it
         self.saver.save(step, meta, None if self.best is None else self.best.protected_step(step))
 
     def _settled(self, step: int, failure: checkpoint.SaveFailed | None) -> None:
-        """Note what became of the save of a step."""
+        """Record the result of a step's save."""
         if failure is not None:
             self.unsaved[step] = str(failure)
             self.meter.write({"step": step, "save_failed": str(failure)})
@@ -616,7 +616,7 @@ class Session:
         set_step(self.trainer, step, self.plan.total)
 
     def _evaluated(self, step: int, loss: float) -> None:
-        """Save the step with the best held-out loss so far, also where no save is due; end the run if it is over."""
+        """Save a step with a new best held-out loss, even if no save is due; end the run if it is over."""
         if self.patience is not None:
             self.patience.add(loss)
             self.trainer.stop.complete = self.patience.exhausted
@@ -644,7 +644,7 @@ class Session:
 
     @contextmanager
     def out_of_memory_reported(self) -> Iterator[None]:
-        """Turn an allocator's error into a RunError that names the step and what to do."""
+        """Convert an allocator's error to a RunError with the step and a remedy."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -653,7 +653,7 @@ class Session:
             raise out_of_memory_in(self.trainer, self.meter.last + 1, error) from error
 
     def check_ended_well(self) -> None:
-        """Raise RunError after updates that were not finite, or a stop whose checkpoint could not be saved."""
+        """Raise RunError after non-finite updates, or if a stop could not save its checkpoint."""
         distributed.under_way("the last save", self.meter.last)
         self.meter.end_steps()
         self.saver.settle(wait=True)
@@ -677,7 +677,7 @@ class Session:
         return Outcome(RESUMABLE, self.output)
 
     def finished(self, begun: float) -> Outcome:
-        """Draw the loss curve and the report, and return the outcome of a complete run that began at a time."""
+        """Draw the loss curve and the report, and return the outcome of a complete run."""
         for reporter in self.reporters:
             reporter.status = "finished"
         self.meter.note_times(begun)
@@ -689,7 +689,7 @@ class Session:
                 ):
                     self.meter.write({"step": self.meter.last or self.plan.done, "off_plan": off})
                 write_run(self.output, self.trainer.world.ranks)
-            except Exception as error:  # whatever is in metrics.jsonl: a page ends no run
+            except Exception as error:  # a failed report must not fail the run
                 do = f"{'free space, then run' if isinstance(error, OSError) else 'run'}: optrush report {self.output}"
                 found = error.strerror if isinstance(error, OSError) else reason(error)
                 console.say(f"the run finished, but the report was not written ({found}); {do}")
@@ -699,9 +699,9 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and (self.trainer.world.ranks > 1 or kind is KeyboardInterrupt):
-            self.saver.give_up()  # the others are about to end, too
+            self.saver.give_up()  # the other ranks are about to exit, too
         elif kind is not None:
-            with suppress(RunError):  # one is raised already
+            with suppress(RunError):  # an error is already being raised
                 self.saver.settle(wait=True)
         for reporter in self.reporters if kind is not KeyboardInterrupt else ():  # a second Ctrl-C: at once
             outcome = reporter.end()
@@ -710,7 +710,7 @@ class Session:
 
 
 def find_best(trainer: Trainer, plan: RunPlan) -> tuple[BestCheckpoint | None, list[tuple[Path, str]]]:
-    """Return the best checkpoint's record, if the run keeps one; and better ones that are damaged, with why."""
+    """Return the best checkpoint's record, if any, and better but damaged ones with reasons."""
     train = trainer.config.train
     if trainer.evaluation is None or not train.best or (train.save_every is None and train.stop_after is None):
         return None, []
@@ -721,7 +721,7 @@ def find_best(trainer: Trainer, plan: RunPlan) -> tuple[BestCheckpoint | None, l
 
 
 def _seen_samples(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return the first samples with images; none of a run without."""
+    """Return the first samples with images, if any."""
     source = trainer.sources.train
     if getattr(trainer.model, "tower", None) is None or not isinstance(source, Dataset):
         return []
@@ -729,10 +729,10 @@ def _seen_samples(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def find_patience(trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None) -> run_dir.Patience | None:
-    """Return the state of `train.stop_after`, from the evaluations so far, and end a run that is over.
+    """Return the state of `train.stop_after` from the evaluations so far, and end a run that is over.
 
     Raises:
-        ConfigError: the run has too few evaluations to end early.
+        ConfigError: the run has too few evaluations to stop early.
     """
     rule = trainer.config.train.stop_after
     if rule is None:
@@ -744,7 +744,7 @@ def find_patience(trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest
 
 
 def check_stop(plan: RunPlan) -> None:
-    """Raise ConfigError where `train.stop_after` could not end the run before its last step."""
+    """Raise ConfigError if `train.stop_after` could not end the run before its last step."""
     rule = plan.trainer.config.train.stop_after
     evals = 0 if rule is None else sum(map(plan.evaluates, range(1, plan.total + 1)))
     if rule is not None and evals <= rule.evals:
@@ -773,7 +773,7 @@ def changes(before: dict[str, Any], config: Config) -> dict[str, str]:
 
 
 def out_of_memory_in(trainer: Trainer, step: int, error: BaseException) -> RunError:
-    """Return the error for a lack of memory that the preflight did not meet."""
+    """Return the error for running out of memory after the preflight."""
     rows, T = trainer.env.micro_rows, trainer.env.seq
     found = first_line(error)
     # The owner of UPDATE needs a step to be one micro-batch.
@@ -789,7 +789,7 @@ def out_of_memory_in(trainer: Trainer, step: int, error: BaseException) -> RunEr
 def stop_signals(trainer: Trainer) -> Iterator[None]:
     """Make SIGTERM, SIGINT, SIGUSR1 and SIGHUP stop all ranks after a save of the current step.
 
-    A second Ctrl-C stops at once. After SIGHUP nothing more is written to the terminal, which has closed.
+    A second Ctrl-C stops immediately. After SIGHUP nothing is written to the closed terminal.
     """
     terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
@@ -813,7 +813,7 @@ def stop_signals(trainer: Trainer) -> Iterator[None]:
 
 
 def export_best(trainer: Trainer, steps: int, source: Path | None, best: BestCheckpoint | None) -> None:
-    """Write `model/`, with the weights of the best checkpoint where there is one.
+    """Write `model/`, with the weights of the best checkpoint if there is one.
 
     Raises:
         RunError: that checkpoint is damaged, or `model/` cannot be written.

@@ -1,4 +1,4 @@
-"""Check, claim and lock a run's folder, cut its metrics back on resuming, and track the best checkpoint."""
+"""Check, claim and lock a run folder, truncate its metrics on resuming, and track the best checkpoint."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ _WHOLE = (
     RUN, METRICS, SAMPLES, "report.html", "cleaning.html", "cleaning.json", "model", "model.old", "adapter",
     "adapter.old",
 )  # fmt: skip
-TRACKER = "tracker"  # a tracking library writes there what it likes
-DATA = "data.json"  # what the run read, to show what changed since
+TRACKER = "tracker"  # files of tracking libraries
+DATA = "data.json"  # the data read by the run, to show changes
 KNOWN = frozenset(
     {RUN, METRICS, LOCK, FOLDER, DATA, f"{DATA}.tmp", "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
     | {SAMPLES, "answers.jsonl", "rollout", "cleaning.html", "cleaning.json", "tensorboard", TRACKER, "tracker.json"}
     | {"tracker.json.tmp"}
-    | {f"{name}.tmp" for name in _WHOLE}  # what a kill leaves
+    | {f"{name}.tmp" for name in _WHOLE}  # leftovers of a kill
 )
 
 
 _BESIDE = re.compile(
     r"\.(log|out|err|ya?ml)$|^(wandb|logs)$|^\.(nfs|snapshot|ipynb_)"
-)  # logs and settings of the user's: they stay
+)  # the user's logs and settings: they stay
 _ANYWHERE = {"lost+found", ".gitignore", ".gitkeep", ".DS_Store"}  # in a folder that counts as empty
 
 OCCUPIED = "the folder has a run"
 
 
 def check_local(asked: str, place: Path | str) -> None:
-    """Raise ConfigError for an address where a run or an export writes, which is a local folder."""
+    """Raise ConfigError for a remote address: runs and exports write to local folders."""
     if re.match(r"[A-Za-z][\w+.-]+:/", str(place)):
         do = "use a local folder, and train.copy_to for the address"
         raise ConfigError(asked, "an address of a remote store", do)
 
 
 def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path | None) -> None:
-    """Check that a run may begin in `output`; write nothing.
+    """Check that a run may start in `output`; write nothing.
 
     Raises:
-        ConfigError: it cannot be written, it holds a run that is neither resumed nor replaced, or only other files; a
-            link leads out of it; `clean` is set where other files exist too.
+        ConfigError: it is not writable, has a run that is neither resumed nor replaced, or has only other files; a
+            link leads out of it; `clean` is set and other files exist, too.
     """
     path = Path(output)
     asked = f"`output: {output}`"
@@ -95,13 +95,13 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
 
 
 def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | None]) -> None:
-    """Check that the run does not overwrite or delete what it reads, and does not write into a folder of its data.
+    """Check that the run does not overwrite or delete its inputs, or write into a folder of its data.
 
     Args:
-        reads: files, folders and patterns of names; what does not exist (an id of the hub) is passed over.
+        reads: files, folders and patterns; missing ones (such as hub ids) are skipped.
 
     Raises:
-        ConfigError: one of them is where the run writes, or the other way round.
+        ConfigError: an input is inside the output, or the reverse.
     """
     own = Path(output).resolve()
     for name in (str(r) for r in reads if r is not None):
@@ -119,7 +119,7 @@ SMALL_FILES_bytes = 1 << 20  # room for metrics, curves, pages and tokenizer
 
 
 def saved_copies(config: Config, steps: int) -> tuple[int, int]:
-    """Return how often a run of `steps` steps saves at most, and how many checkpoints lie on the disk at once."""
+    """Return the maximum number of saves of a run, and of checkpoints on disk at once."""
     every, keep, tried = config.train.save_every, config.train.keep, config.train.eval_cadence(steps)
     period = steps if every is None else _period(every, steps)
     saved = {*range(period, steps + 1, period), steps}
@@ -127,7 +127,7 @@ def saved_copies(config: Config, steps: int) -> tuple[int, int]:
     keeps = config.train.best and (every is not None or config.train.stop_after is not None)
     best = bool(evaluated and keeps and config.data.eval is not None)
     saves = len(saved | evaluated if best else saved)
-    return saves, min(saves, keep + 1 + best)  # a new one is whole before an old one goes
+    return saves, min(saves, keep + 1 + best)  # the new one is complete before an old one is removed
 
 
 def _period(every: float, steps: int) -> int:
@@ -135,14 +135,14 @@ def _period(every: float, steps: int) -> int:
 
 
 def free_space(output: Path | str) -> tuple[Path, int]:
-    """Return the folder of the output that exists, and the free bytes of its disk."""
+    """Return the output's nearest existing folder, and the free bytes of its disk."""
     path = Path(output).absolute()
     there = next(p for p in (path, *path.parents) if p.is_dir())
     return there, shutil.disk_usage(there).free
 
 
 def check_space(config: Config, steps: int, clean: bool, checkpoint_bytes: int, model_bytes: int) -> None:
-    """Check that the disk has room for what the run saves and exports; write nothing.
+    """Check that the disk has room for checkpoints and export; write nothing.
 
     Args:
         steps: of the whole run.
@@ -150,7 +150,7 @@ def check_space(config: Config, steps: int, clean: bool, checkpoint_bytes: int, 
         checkpoint_bytes, model_bytes: of one checkpoint, and of the exported model (0: none).
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: the disk is too full.
     """
     output, (_, copies) = Path(config.output), saved_copies(config, steps)
     there, free = free_space(output)
@@ -166,7 +166,7 @@ def check_space(config: Config, steps: int, clean: bool, checkpoint_bytes: int, 
 
 
 def _exists(path: Path) -> bool:
-    """As lexists, but a name that is too long or in a folder without access is an error, not an absence."""
+    """Like lexists, but a too long name or a folder without access raises an error."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -175,10 +175,10 @@ def _exists(path: Path) -> bool:
 
 
 def claim(output: Path | str, clean: bool) -> None:
-    """Make the folder, and empty it where `clean` is set. One process calls it, holding the lock if there is one.
+    """Create the folder, and empty it if `clean` is set. One process calls it, with the lock if there is one.
 
     Raises:
-        ConfigError: as `check_free`, whose rule for emptying is checked again here.
+        ConfigError: as for `check_free`; its rule for emptying is checked again.
     """
     path = Path(output)
     try:
@@ -188,7 +188,7 @@ def claim(output: Path | str, clean: bool) -> None:
     if clean:
         names = {p.name for p in path.iterdir()} - {LOCK}
         _check_clean(path, names)
-        for name in sorted(names, key=lambda n: n == RUN):  # what shows that it is a run's folder goes last
+        for name in sorted(names, key=lambda n: n == RUN):  # the files that identify a run folder last
             entry = path / name
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -211,12 +211,12 @@ def _check_clean(path: Path, names: set[str]) -> None:
 
 @contextmanager
 def lock(output: Path | str) -> Iterator[None]:
-    """Lock a folder for one run. The kernel drops the lock when the process ends, however it ends.
+    """Lock a folder for one run. The kernel releases the lock when the process ends.
 
     Rank 0 takes it for all; the folder must exist.
 
     Raises:
-        ConfigError: on every rank; another run is at work there, or the folder cannot be written to.
+        ConfigError: on every rank; another run is using it, or it is not writable.
     """
     descriptor, error = None, None
     if launched()[0] == 0:
@@ -236,7 +236,7 @@ def lock(output: Path | str) -> Iterator[None]:
 
 
 def write_data_record(output: Path, config: Config, fingerprint: str) -> None:
-    """Write a record of the files that a run trains and evaluates on, unless it is of the same data already.
+    """Write a record of a run's training and evaluation files, unless it exists for the same data.
 
     Args:
         fingerprint: of the data.
@@ -244,14 +244,14 @@ def write_data_record(output: Path, config: Config, fingerprint: str) -> None:
     try:
         if files.parse_json(read_file(output / DATA))["fingerprint"] == fingerprint:
             return
-    except (OSError, ValueError, KeyError, TypeError):  # none yet, of an earlier version, or damaged
+    except (OSError, ValueError, KeyError, TypeError):  # missing, from an earlier version, or damaged
         pass
     if record := _data_record(config):
         files.write_whole(output / DATA, json.dumps({"fingerprint": fingerprint, "files": record}) + "\n")
 
 
 def write_samples(output: Path, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Write the samples that the run's page shows, if there are any."""
+    """Write the samples for the run's page, if any."""
     if samples:
         files.write_whole(output / SAMPLES, json.dumps({"samples": samples}) + "\n")
 
@@ -261,7 +261,7 @@ def _data_record(config: Config) -> list[dict[str, Any]]:
 
 
 def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str | None:
-    """Return what changed of the data since the run wrote its record; None if that is not known.
+    """Return the changes of the data since the run wrote its record; None if unknown.
 
     Args:
         before: the configuration of the checkpoint.
@@ -271,31 +271,31 @@ def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str
         return None
     given = {key: value for key, value in given.items() if key in Data.model_fields}
     try:
-        old = Data.model_validate(given).model_dump(mode="json")  # an earlier version had fewer keys: the defaults
-    except ValidationError:  # of values that are not taken any more
+        old = Data.model_validate(given).model_dump(mode="json")  # an earlier version had fewer keys: use defaults
+    except ValidationError:  # values that are no longer valid
         old = {**Data().model_dump(mode="json"), **given}
     new = config.data.model_dump(mode="json")
     keys = {key: (old[key], value) for key, value in new.items() if key not in ("cache", "workers")}
     said = [f"`data.{key}` was {a} and is {b}" for key, (a, b) in keys.items() if a != b]
-    if "seed" in before and before["seed"] != config.seed:  # draws what is held out, and `max_samples`
+    if "seed" in before and before["seed"] != config.seed:  # the seed draws held-out rows and `max_samples`
         said.append(f"`seed` was {before['seed']} and is {config.seed}")
     try:
         record = files.parse_json(read_file(output / DATA))
         return "; ".join([*readers.record_changes(record["files"], _data_record(config)), *said])
-    except (OSError, ValueError, KeyError, TypeError, DataError):  # of an earlier version, or damaged
+    except (OSError, ValueError, KeyError, TypeError, DataError):  # from an earlier version, or damaged
         return "; ".join(said) or None
 
 
 def resume_line(output: Path) -> str:
-    """Return how to go on with a run that has ended early."""
+    """Return how to resume a run that ended early."""
     saved = find_checkpoints(output)
     return f"resume from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; start again"
 
 
 def cut_back(metrics: Path, step: int) -> int:
-    """Keep the complete lines of steps up to `step`; return how many were removed.
+    """Keep the complete lines of steps up to `step`; return the number of removed lines.
 
-    A line is torn when the run was killed while it wrote it. The old file stays until the new one is on the disk.
+    A kill during a write leaves a partial line. The old file stays until the new one is on disk.
     """
     if not metrics.exists():
         return 0
@@ -319,8 +319,8 @@ def _within(line: bytes, step: int) -> bool:
 
 # --- The checkpoint with the best held-out loss.
 #
-# A committed checkpoint is never changed, so the mark is a file of its own, `checkpoints/best.json`. It is written
-# after the checkpoint; a kill between the two does no harm, for metrics.jsonl has the losses.
+# A committed checkpoint never changes, so the mark is a separate file, `checkpoints/best.json`, written
+# after the checkpoint; a kill in between is harmless: metrics.jsonl has the losses.
 
 
 POINTER = "best.json"
@@ -328,7 +328,7 @@ POINTER = "best.json"
 
 @dataclass(frozen=True)
 class Best:
-    """Updates done, and the held-out loss after them."""
+    """Number of updates, and the held-out loss after them."""
 
     step: int
     eval_loss: float
@@ -342,7 +342,7 @@ class BestCheckpoint:
         self.waiting: dict[int, Best] = {}  # by step: evaluated, not saved yet
 
     def is_best(self, step: int, loss: float) -> bool:
-        """Return whether this is the best loss so far; rank 0 decides, for the last bit may differ."""
+        """Return whether this is the best loss so far; rank 0 decides, because the last bit may differ."""
         known = [*([] if self.best is None else [self.best]), *self.waiting.values()]
         better = math.isfinite(loss) and all(loss < best.eval_loss for best in known)
         better = from_first(json.dumps(better)) == "true"
@@ -351,7 +351,7 @@ class BestCheckpoint:
         return better
 
     def protected_step(self, step: int) -> int | None:
-        """Return the checkpoint that is not pruned when that of `step` is saved."""
+        """Return the checkpoint to spare when `step` is saved."""
         if step in self.waiting:
             return step
         return None if self.best is None else self.best.step
@@ -377,13 +377,13 @@ class Patience:
             self.add(math.nan if loss is None else loss)
 
     def add(self, loss: float) -> None:
-        """Count an evaluation, of the run or of one that it goes on from."""
+        """Count an evaluation, of this run or before its resume."""
         self.since = 0 if loss < self.least - self.rule.min_delta else self.since + 1
         self.least = min(self.least, loss) if math.isfinite(loss) else self.least
 
     @property
     def exhausted(self) -> bool:
-        """Whether the run ends, the same on every rank."""
+        """Return whether the run ends; the same on every rank."""
         return from_first(json.dumps(self.since >= self.rule.evals)) == "true"
 
 
@@ -398,19 +398,19 @@ def held_out_losses(output: Path) -> list[float | None]:
 
 
 def comparable(config: Config, fingerprints: Mapping[str, str], before: Manifest) -> bool:
-    """Return whether a checkpoint's held-out loss compares with the run's own: the same loss, of the same data."""
+    """Return whether a checkpoint's held-out loss is comparable with the run's: same loss, same data."""
     now = config.model_dump(mode="json", by_alias=True)
     alike = all(before.config.get(key) == now[key] for key in ("objective", *SECTIONS))
     return alike and all(before.fingerprints.get(k) == fingerprints.get(k) for k in ("data", "template", "tokenizer"))
 
 
 def recall(output: Path, done: int, alike: Callable[[Manifest], bool]) -> tuple[Best | None, list[tuple[Path, str]]]:
-    """Return the best intact checkpoint of the steps done, and better ones that are damaged, with why.
+    """Return the best intact checkpoint so far, and better but damaged ones with reasons.
 
-    Every rank calls it, after metrics.jsonl was cut back; rank 0 reads.
+    Every rank calls it, after metrics.jsonl was truncated; rank 0 reads.
 
     Args:
-        alike: whether a checkpoint's loss compares with the run's own.
+        alike: whether a checkpoint's loss is comparable with the run's.
     """
     found = json.dumps(_recall(output, done, alike) if launched()[0] == 0 else None)
     step, loss, damaged = json.loads(from_first(found))
@@ -443,7 +443,7 @@ def _recall(
 
 def _point(output: Path, best: Best | None) -> None:
     path = output / FOLDER / POINTER
-    with suppress(OSError):  # no space for it: metrics.jsonl has the loss
+    with suppress(OSError):  # disk full: metrics.jsonl has the loss
         if best is None:
             path.unlink(missing_ok=True)
         else:

@@ -1,8 +1,8 @@
-"""Store the values that a model computes of each sample in files next to the tokenised data, by sample number.
+"""Store a model's values per sample in files next to the tokenised data, by sample number.
 
-Of a reference: the log-probabilities (`dpo_reference`); of a teacher: its likeliest tokens (`teacher`). Records
-are in the order of samples: the rows, their order and the ranks of a run do not matter. A file has whole samples. It is
-written whole or not at all, and its name holds the digest of its bytes; a damaged one is made again.
+A reference's log-probabilities (`dpo_reference`), or a teacher's most likely tokens (`teacher`). Records
+are in sample order: rows, their order and the ranks of a run do not matter. A file has whole samples. It is
+written completely or not at all, and its name has the digest of its bytes; a damaged one is recomputed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from optrush.trainer import distributed
 from optrush.trainer.trainer import Trainer
 
 FILE_BYTES = 2**27  # of one file, about
-OPEN = 64  # mapped files at a time: each holds a file descriptor
+OPEN = 64  # mapped files at a time: each has a file descriptor
 
 
 class SampleStore:
-    """The files of one key. Every rank calls `missing` and `write`; the first of each machine reads and writes.
+    """The files of one key. Every rank calls `missing` and `write`; each machine's first rank reads and writes.
 
     Args:
-        content: all that determines the records, as JSON.
+        content: all inputs of the records, as JSON.
         counts: (samples,) records of each sample.
     """
 
@@ -61,16 +61,16 @@ class SampleStore:
         """Write the file of these samples.
 
         Raises:
-            DataError: the disk does not take it.
+            DataError: it cannot be written.
         """
         distributed.agreed(lambda: self._write(int(np.searchsorted(self.firsts, samples.start)), records))
 
     def n_records(self, samples: range) -> int:
-        """Return the number of records of samples that follow each other."""
+        """Return the number of records of consecutive samples."""
         return int(self.starts[samples.stop] - self.starts[samples.start])
 
     def opened(self) -> Callable[[int], np.ndarray]:
-        """Return the function from a sample's number to its records; every file must be there."""
+        """Return the function from a sample's number to its records; every file must exist."""
         paths = self._paths()
 
         def find(sample: int) -> np.ndarray:
@@ -81,7 +81,7 @@ class SampleStore:
         return find
 
     def loaded(self) -> np.ndarray:
-        """Return all records; every file must be there."""
+        """Return all records; every file must exist."""
         return np.concatenate([np.load(regular(path), allow_pickle=False) for path in self._paths()])
 
     def _path(self, file: int) -> Path | None:
@@ -93,7 +93,7 @@ class SampleStore:
         return paths
 
     def _intact(self, file: int) -> Path | None:
-        """Return the path of a file; the first of a machine reads all of it, and removes a damaged one."""
+        """Return the path of a file; each machine's first rank verifies it, and removes a damaged one."""
         path = self._path(file)
         if path is None or not _first_here() or tokenize.intact(path):
             return path
@@ -125,13 +125,13 @@ def _first_here() -> bool:
 
 
 def values_digest(folder: Path, cache: Path) -> str:
-    """Hash every byte of a model's files, once a machine; unchanged files are in the cache. Every rank calls it."""
+    """Hash a model's files, once per machine; digests of unchanged files are cached. Every rank calls it."""
     digest = distributed.agreed(lambda: readers.files_fingerprint(value_files(folder), cache) if _first_here() else "")
     return " ".join(sorted({*distributed.gather(digest)} - {""}))
 
 
 def batches_of(trainer: Trainer, source: SampleSource, packed: bool, what: str) -> Iterator[Batch]:
-    """Return this rank's batches of one pass over all samples of a source, with a progress bar that is named `what`."""
+    """Return this rank's batches of one pass over a source, with a progress bar named `what`."""
     rows = sampler.evaluation(
         source, T=trainer.env.seq, micro_rows=trainer.env.micro_rows, rank=trainer.world.data_rank,
         ranks=trainer.world.data_ranks, packed=packed,
@@ -141,7 +141,7 @@ def batches_of(trainer: Trainer, source: SampleSource, packed: bool, what: str) 
 
 @dataclass(frozen=True)
 class SamplePart:
-    """Some samples of a source, numbered anew."""
+    """A subset of a source, renumbered from 0."""
 
     source: SampleSource
     samples: Sequence[int]

@@ -1,7 +1,7 @@
 """Load the teacher of `objective: distill`: a second model, frozen, whole on every rank, with the same tokens.
 
-It runs in each step, or once over the data (`distill.store`): before the model has bytes, so that the two are never in
-memory together. What is stored is found again under a digest of all that determines it.
+It runs in each step, or once over the data (`distill.store`), before the model is allocated: the two are never in
+memory together. Stored tokens are cached under a digest of their inputs.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ FORMAT = 1  # part of every key
 
 
 def add_teacher(trainer: Trainer, folder: Path | None, hf: dict[str, Any]) -> None:
-    """Make the head's kernel and the loss use the teacher: loaded onto the device, or what was stored of it.
+    """Make the head's kernel and the loss use the teacher: loaded, or its stored tokens.
 
     Raises:
-        NeedsError: its tokens are others, or the model is not supported.
+        NeedsError: its tokens differ, or the model is not supported.
     """
     config, settings = trainer.config, trainer.config.distill
     assert settings is not None
@@ -66,7 +66,7 @@ def add_teacher(trainer: Trainer, folder: Path | None, hf: dict[str, Any]) -> No
 
 
 def load_teacher(trainer: Trainer, folder: Path | None, hf: dict[str, Any]) -> Decoder | HFModel:
-    """Load the teacher onto the device; raises as `add_teacher`."""
+    """Load the teacher onto the device; raises like `add_teacher`."""
     config, settings = trainer.config, trainer.config.distill
     assert settings is not None
     _same_tokens(trainer, config, folder, hf)
@@ -97,7 +97,7 @@ def load_teacher(trainer: Trainer, folder: Path | None, hf: dict[str, Any]) -> D
 
 @dataclass(frozen=True)
 class StoringPass:
-    """Stores the teacher's likeliest tokens where they are not in the cache; every rank calls each method.
+    """Stores the teacher's most likely tokens if they are not cached; every rank calls each method.
 
     Args:
         place: the teacher's folder and its config.json.
@@ -107,11 +107,11 @@ class StoringPass:
     place: tuple[Path | None, dict[str, Any]]
 
     def stored(self, sources: Sequence[SampleSource]) -> list[StoredTokens]:
-        """Return the records of each source, after the pass over what is not stored.
+        """Return the records of each source, after a pass over the missing ones.
 
         Raises:
             DataError: a file cannot be written.
-            NeedsError: the teacher cannot be loaded, or has too little memory.
+            NeedsError: the teacher cannot be loaded, or does not fit in memory.
         """
         stores = [self._store(source) for source in sources]
         missing = [(n, samples) for n, store in enumerate(stores) for samples in store.missing()]
@@ -126,7 +126,7 @@ class StoringPass:
         return [StoredTokens(self._record, store.opened()) for store in stores]
 
     def stored_in_memory(self, source: SampleSource, samples: Iterable[int]) -> StoredTokens:
-        """Return the records of a few samples, which no file is written of."""
+        """Return the records of a few samples, without writing a file."""
         chosen = sorted(set(samples))
         teacher = distributed.agreed(lambda: load_teacher(self.trainer, *self.place))
         records = self.made(teacher, source, chosen)
@@ -137,7 +137,7 @@ class StoringPass:
         return StoredTokens(self._record, found.__getitem__)
 
     def made(self, teacher: Decoder | HFModel, source: SampleSource, samples: Sequence[int]) -> np.ndarray:
-        """Return the records of these samples, one after the other, by a forward pass over them."""
+        """Return the concatenated records of these samples, by a forward pass over them."""
         trainer, settings = self.trainer, self.trainer.config.distill
         assert settings is not None and settings.store is not None
         part = SamplePart(source, samples)
@@ -179,7 +179,7 @@ class StoringPass:
         return record_type(settings.store, 4 if settings.dtype == "float32" else 2)
 
     def _store(self, source: SampleSource) -> SampleStore:
-        """Return the store of what determines the records: the samples and their tokens, the teacher, what is kept."""
+        """Return the store for these inputs: the samples and their tokens, the teacher, the number of tokens kept."""
         config, settings = self.trainer.config, self.trainer.config.distill
         assert settings is not None
         (folder, hf), cache = self.place, cache_root(config.data.cache)
@@ -191,7 +191,7 @@ class StoringPass:
         return SampleStore(cache / "teacher", content, source.targets(), self._record)
 
     def _check_room(self, folder: Path, records: int) -> None:
-        """Raise DataError unless the cache's disk has room for what the pass will write."""
+        """Raise DataError unless the cache's disk has room for the pass."""
         there, free = free_space(folder)
         needed = records * self._record.itemsize
 
@@ -220,12 +220,12 @@ def _enough_memory(work: Callable[[], None]) -> None:
 
 
 def _common(trainer: Trainer, hf: dict[str, Any]) -> int:
-    """Return the logits that both models have."""
+    """Return the number of logits that both models have."""
     return min(trainer.vocab, int(text_config(hf).get("vocab_size") or trainer.vocab))
 
 
 def _same_tokens(trainer: Trainer, config: Config, folder: Path | None, hf: dict[str, Any]) -> None:
-    """Raise NeedsError unless the teacher has the same tokens at the same numbers."""
+    """Raise NeedsError unless the teacher has the same tokens with the same ids."""
     assert config.distill is not None
     asked, do = f"`distill.teacher: {config.distill.teacher}`", "use a teacher of the same family"
     ours = {} if trainer.tokenizer is None else trainer.tokenizer.get_vocab()

@@ -1,7 +1,7 @@
 """Report a run to TensorBoard, MLflow and Weights & Biases: a daemon thread of rank 0 and a bounded queue for each.
 
-The metrics put their lines into the queue and never wait. A line that finds it full is counted; metrics.jsonl has it.
-A state file stores what the tracker has; a resumed run sends the rest. An exception of a client is logged once and the
+The metrics put lines into the queue and never wait. If it is full, the line is counted; metrics.jsonl has it.
+A state file records the sent lines; a resumed run sends the rest. An exception of a client is logged once and the
 call repeated. After the last step the tracker has END_S seconds without progress, then its thread is abandoned.
 """
 
@@ -33,19 +33,19 @@ from optrush.technique import library
 from optrush.trainer import distributed
 
 NAMES = {"mlflow": "MLflow", "wandb": "Weights & Biases"}
-FOLDER, STATE, BOARD = "tracker", "tracker.json", "tensorboard"  # in the run's folder
+FOLDER, STATE, BOARD = "tracker", "tracker.json", "tensorboard"  # in the run folder
 PACKAGES = {"mlflow": ("mlflow-skinny", "mlflow"), "wandb": ("wandb",)}  # distributions; an error names the first
-QUEUED = 100_000  # lines that wait for a tracker, at most
+QUEUED = 100_000  # maximum number of waiting lines
 EVERY_S, LONGEST_S = 1.0, 30.0  # between two turns of a thread; between two attempts after failures
 ANSWER_S = 10.0  # before step 0
 PATIENCE_S, END_S, SLOWEST_BYTES_S = 5.0, 25.0, 10e6  # at the end: retries; silence; added for a file that is sent
 
 
 class ReportClient:
-    """One client library. Every call may raise whatever the library raises, and is then repeated."""
+    """One client library. A call that raises is repeated."""
 
     def answer(self) -> None:
-        """Raise unless the server answers and accepts the login; create nothing, here or there."""
+        """Raise unless the server answers and accepts the login; create nothing."""
 
     def start(self, config: Mapping[str, Any], fresh: str, state: dict[str, Any]) -> str:
         """Create a run with the id `fresh`, or continue the one with the id `state["id"]`; return its id."""
@@ -62,7 +62,7 @@ class ReportClient:
 
 
 def check_tracker(config: Config) -> None:
-    """Check what can be checked of `tracker:` without contacting a server.
+    """Check `tracker:` without contacting a server.
 
     Raises:
         UserError: a password in an address, a missing package, no server named, or an invalid address.
@@ -110,7 +110,7 @@ def open_reporter(config: Config) -> Iterator[Reporter | None]:
 
 
 class Reporter(threading.Thread):
-    """The thread that reports to one tracker. `status` is how the run ends, as far as is known."""
+    """The thread that reports to one tracker. `status`: how the run ends, if known."""
 
     def __init__(self, options: TrackerConfig | None, output: Path, config: Config) -> None:
         """options: None for TensorBoard's files."""
@@ -130,7 +130,7 @@ class Reporter(threading.Thread):
     # the training's side
 
     def connect(self) -> None:
-        """Import the library, and contact the server for ANSWER_S at most.
+        """Import the library, and contact the server for at most ANSWER_S.
 
         Raises:
             ConfigError: it does not answer, or refuses the login.
@@ -157,13 +157,13 @@ class Reporter(threading.Thread):
             raise ConfigError("to report the run to `tracker`", found, do)
 
     def follow(self, run_id: str, done: int, fingerprints: Mapping[str, str]) -> None:
-        """Begin to report.
+        """Start reporting.
 
-        A run that repeats steps with the same course repeats what the tracker has. With another configuration, data or
-        model that history is wrong and cannot be deleted there, so a new run begins in the tracker.
+        A run that repeats steps unchanged repeats the tracker's lines. With another configuration, data or
+        model that history is wrong and cannot be deleted, so the tracker gets a new run.
 
         Args:
-            run_id: the id of a new run there.
+            run_id: the id of a new run in the tracker.
             done: steps that were completed before.
             fingerprints: of data, tokenizer and model.
         """
@@ -181,7 +181,7 @@ class Reporter(threading.Thread):
             elif before["name"] == name:
                 self.state |= before | {"course": digest, "sent": dict(before["sent"])}
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            pass  # none, or damaged: reported anew
+            pass  # missing or damaged: report from the start
         self.state["done"] = done
         self.start()
 
@@ -195,7 +195,7 @@ class Reporter(threading.Thread):
         return trouble
 
     def end(self) -> str:
-        """Wait for the rest while the tracker makes progress, at most END_S without; return the outcome as text."""
+        """Wait while the tracker makes progress, at most END_S without; return the outcome as text."""
         self.alive()
         self.progress = time.monotonic()
         self.ending.set()
@@ -217,7 +217,7 @@ class Reporter(threading.Thread):
     # the thread's side
 
     def run(self) -> None:
-        """Send what comes until `end`, then flush and finish."""
+        """Send lines until `end`, then flush and finish."""
         wait_s = EVERY_S
         while not self.ending.wait(wait_s):
             wait_s = EVERY_S if self._tried(self._send) else min(2 * wait_s, LONGEST_S)
@@ -230,22 +230,22 @@ class Reporter(threading.Thread):
     def _tried(self, work: Callable[[], object]) -> bool:
         try:
             work()
-        except Exception as error:  # of a library or a server: none of them may end a run
+        except Exception as error:  # errors of a library or server must not end a run
             self._failed(error)
             return False
         self.error = next(iter(self.refused.values()), "")
         return not self.refused
 
     def _send(self) -> None:
-        """Send what is new: lines, then artifacts."""
+        """Send new lines, then artifacts."""
         if not self.started:
             self.state["id"] = self.client.start(self.config, self.fresh, self.state)
-            self.started, self.lost = True, 0  # the file has what the queue had no room for until now
+            self.started, self.lost = True, 0  # the file has the lines that did not fit in the queue
             self.queue.extendleft(reversed(self._written()))
             self._store()
         while self.queue:
             step, mark, values = self.queue[0]
-            if step > self.state["step"].get(mark, -1):  # else it was read from the file and queued, too
+            if step > self.state["step"].get(mark, -1):  # else it was both read from the file and queued
                 self.client.log_metrics(step, values)
                 self.state["step"][mark] = step
                 self.lines += 1
@@ -271,7 +271,7 @@ class Reporter(threading.Thread):
         return [i for i in items if i is not None and i[0] > self.state["step"].get(i[1], -1)]
 
     def _artifacts(self) -> Iterator[tuple[Path, str]]:
-        """Yield what may have to be sent: run.yaml, checkpoints, newest first (offline: those left at the end), model.
+        """Yield artifacts to send: run.yaml, checkpoints, newest first (offline: those left at the end), model.
 
         A run that a signal stopped sends neither checkpoints nor model: it will be resumed.
         """
@@ -289,7 +289,7 @@ class Reporter(threading.Thread):
     def _sent(self, path: Path, kind: str) -> bool:
         """Send an artifact unless the tracker has it with this content; return whether it was sent now."""
         try:
-            self.alive(size_bytes(path))  # hashing it takes a while, too
+            self.alive(size_bytes(path))  # hashing also takes time
             digest = content_digest(path)
             if self.state["sent"].get(path.name) == digest:
                 return False
@@ -322,7 +322,7 @@ def size_bytes(path: Path) -> int:
 
 
 def content_digest(path: Path) -> str:
-    """Return a digest of an artifact: the same name may come again with other weights."""
+    """Return a digest of an artifact: a name may return with other weights."""
     manifest = path / "manifest.json"  # of a checkpoint; it holds the digests of the other files
     parts = [path] if path.is_file() else [manifest] if manifest.is_file() else sorted(path.glob("*.safetensors"))
     sums = sha256()
@@ -338,7 +338,7 @@ def _described(error: Exception) -> str:
 
 
 def _figures(line: Mapping[str, Any]) -> tuple[int, str, dict[str, float]] | None:
-    """Return (step, kind of line, finite numbers) of a line of metrics.jsonl; None for a line about something else."""
+    """Return (step, kind of line, finite numbers) of a line of metrics.jsonl; None for other lines."""
     mark = next((m for m in ("loss", "eval_loss") if m in line), None)
     if mark is None:
         return None
@@ -380,7 +380,7 @@ class MLflow(ReportClient):
             self.client.search_experiments(max_results=1)
 
     def start(self, config: Mapping[str, Any], fresh: str, state: dict[str, Any]) -> str:
-        """Create the run once, also when called again after a failure; a server accepts a parameter only once."""
+        """Create the run once, even if retried after a failure; a server accepts a parameter only once."""
         if self.options.offline and self.client is None:
             self.folder.mkdir(exist_ok=True)
             self.client = self.tracking.MlflowClient(f"sqlite:///{self.folder / 'mlflow.db'}")
@@ -418,10 +418,10 @@ class MLflow(ReportClient):
 
 
 class Wandb(ReportClient):
-    """Log to Weights & Biases; what it would record of machine, user, packages, code and command line is off.
+    """Log to Weights & Biases; its records of machine, user, packages, code and command line are off.
 
-    Offline: files in the run's folder, for `wandb sync`. The library sends from a process of its own and stores what
-    waits on disk, so a dead server is noticed at the end only.
+    Offline: files in the run folder, for `wandb sync`. The library sends from its own process and stores
+    waiting data on disk, so a dead server is noticed only at the end.
     """
 
     ANSWER_S, SEND_S = 8, 600  # limits: the login; the upload of an artifact
@@ -463,7 +463,7 @@ class Wandb(ReportClient):
     def log_artifact(self, path: Path, kind: str) -> None:
         artifact = self.library.Artifact(f"{kind}-{self.wandb_run.id}", type=kind)
         add = artifact.add_dir if path.is_dir() else artifact.add_file
-        add(str(path), policy="immutable", skip_cache=True)  # a reference, no copy
+        add(str(path), policy="immutable", skip_cache=True)  # a reference, not a copy
         logged = self.wandb_run.log_artifact(artifact, aliases=[path.name])
         if not self.options.offline:
             logged.wait(timeout=self.SEND_S)
@@ -481,16 +481,16 @@ class Wandb(ReportClient):
 class TensorBoard(ReportClient):
     """Write TensorBoard's files: every number of metrics.jsonl under its own name, at its step, exactly once.
 
-    After a resume `purge_step` hides what may be written again. The library's own writer has a thread that ends with an
-    unhandled exception when the disk is full; so records are written here, whole or not at all.
+    After a resume `purge_step` hides lines that may repeat. The library's writer has a thread that ends with an
+    unhandled exception when the disk is full; so records are written here, completely or not at all.
     """
 
     def __init__(self, output: Path) -> None:
         self.folder = output / BOARD
 
     def start(self, config: Mapping[str, Any], fresh: str, state: dict[str, Any]) -> str:
-        """Hide events after the last step that is certainly complete, and report those lines again."""
-        from tensorboard.compat.proto import event_pb2, summary_pb2  # which takes a second
+        """Hide events after the last certainly complete step, and report those lines again."""
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # the import takes a second
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self.events, self.summaries, self.records = event_pb2, summary_pb2, RecordWriter

@@ -2,7 +2,7 @@
 
 First the contracts: callables that techniques replace or wrap, and slots they fill. Then the default of each callable.
 Then the loop that calls them.
-Shapes: B rows, T tokens a row, D width (docs/notation.md).
+Shapes: B rows, T tokens per row, D width (docs/notation.md).
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ class TrainedParam:
 
     @property
     def local(self) -> Tensor:
-        """Return this rank's piece, sharing its storage."""
+        """Return this rank's shard; it shares storage."""
         return distributed.local(self.parameter.detach())
 
     @property
     def grad(self) -> Tensor | None:
-        """Return this rank's piece of the gradient."""
+        """Return this rank's shard of the gradient."""
         g = self.parameter.grad
         return None if g is None else distributed.local(g)
 
     @property
     def whole_grad(self) -> Tensor | None:
-        """Return the whole gradient; of a sharded one every rank must ask for it."""
+        """Return the whole gradient; if it is sharded, every rank must call it."""
         g = self.parameter.grad
         return None if g is None else distributed.gathered(g)
 
     @property
     def whole(self) -> Tensor:
-        """Return the whole parameter; of a sharded one every rank must ask for it."""
+        """Return the whole parameter; if it is sharded, every rank must call it."""
         return distributed.gathered(self.parameter.detach())
 
     @property
@@ -82,17 +82,17 @@ class TrainedParam:
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Return the offset of this rank's piece in the whole."""
+        """Return the offset of this rank's shard in the whole tensor."""
         return distributed.offset(self.parameter)
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether this rank holds a slice only (else the whole, the same on every rank)."""
+        """Return whether this rank has only a shard (else the whole, the same on every rank)."""
         return bool(self.cut_over)
 
     @property
     def cut_over(self) -> frozenset[str]:
-        """Return the axes of the mesh along which ranks hold different pieces."""
+        """Return the mesh axes over which it is sharded."""
         return frozenset(distributed.cut_axes(self.parameter))
 
 
@@ -104,17 +104,17 @@ class State(Protocol):
 
 
 class Storage:
-    """Who allocates the weights, and reads and writes values that no tensor of the model has: here tensors have all.
+    """Allocates the weights, and reads and writes values outside the model's tensors; here there are none.
 
     Every rank calls each method, in the same order.
     """
 
     def materialise(self, trainer: Trainer) -> None:
-        """Allocate this rank's slices, redo ties, fill the weights from the weight map; before, all is on meta."""
+        """Allocate this rank's slices, redo ties, and fill the weights from the weight map; before, all are on meta."""
         model = trainer.model
         for root in trainer.roots:
             root.to_empty(device=trainer.world.device)
-        model.tie()  # allocation made two tensors of one, unless sharding holds them together
+        model.tie()  # allocation split tied tensors, unless sharding keeps them tied
         model.restore_buffers(trainer.world.device)
         with torch.no_grad():
             for name, p in model.named_parameters():
@@ -125,26 +125,26 @@ class Storage:
         return mine
 
     def filling(self, s: Slice) -> AbstractContextManager[Slice]:
-        """Return what a checkpoint fills within the context in place of one of this rank's slices."""
+        """Yield a tensor for a checkpoint to fill in place of one of this rank's slices."""
         return nullcontext(s)
 
     def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Hold parameters whole within the context, with the values that an export writes."""
+        """Context manager with whole parameters, with the values for an export."""
         return nullcontext()
 
 
 @dataclass
 class Stop:
-    """Why the step under way is the last."""
+    """Why the current step is the last."""
 
     told: Literal[0, 1, 2] = 0  # this rank must stop: 1 by a signal, 2 the run has failed
     agreed: Literal[0, 1, 2] = 0  # the same, of all ranks
-    starved: bool = False  # a rank that must stop has no batch for the step under way, which is given up
+    starved: bool = False  # a stopping rank has no batch: the current step is abandoned
     complete: bool = False  # on every rank: `train.stop_after` ended the run
 
 
 def host_memory() -> HostMemory:
-    """Return what this process may have of its host's memory."""
+    """Return this process' share of its host's memory."""
     return HostMemory.of(int(os.environ.get("LOCAL_WORLD_SIZE", launched()[1])))
 
 
@@ -164,13 +164,13 @@ class Trainer:
     loading: Loading = field(default_factory=Loading)  # how batches are prepared
     stream: Stream = None  # type: ignore[assignment]
     evaluation: Evaluation | None = None
-    """This rank's held-out batches, the same number on every rank; None: the run holds nothing out."""
+    """This rank's held-out batches, the same number on every rank; None: no held-out data."""
 
     # callables
     place: Callable[[Batch], Batch] = None  # type: ignore[assignment]
-    """A micro-batch of the host -> this rank's part of it, on the device: called by what runs a window."""
+    """Host micro-batch -> this rank's part on the device; called by the runner of a window."""
     batches: Iterator[list[Batch]] = field(default_factory=lambda: iter(()))
-    """An item is all of this rank's micro-batches of one step: the same number on every rank, possibly empty ones."""
+    """An item: all of this rank's micro-batches of one step, the same number on every rank, possibly empty."""
     loss_from_hidden: Callable[[Tensor, Batch], Tensor] = None  # type: ignore[assignment]
     """The objective: hidden (B, T, D) -> () float32, a sum over the batch's own terms; unscaled, undivided, local.
     It adds its other metrics to `metrics`."""
@@ -191,49 +191,49 @@ class Trainer:
     log_event: Callable[[dict[str, Any]], None] = lambda what: None
     """Logs an event of the run: a line of metrics.jsonl and of the screen."""
     adapters_disabled: Callable[[], AbstractContextManager[None]] | None = None
-    """Within it the model is as before training (adapters are off); None: the training cannot be switched off."""
+    """Context manager that disables the adapters; None if the base model cannot be restored."""
     whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Within it every rank's model has whole weights, which no pass gathers or frees; all ranks enter it."""
+    """Context manager with whole weights on every rank, kept across passes; all ranks enter it."""
     publish: Callable[[Path], bool] | None = None
-    """Writes what is trained into a folder for another program, on every rank; returns whether these are adapters.
+    """Writes the trained weights to a folder for another program, on every rank; returns whether they are adapters.
     None outside a run."""
     evaluated_weights: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Within it the model has the weights that are evaluated, such as averages."""
+    """Context manager with the weights to evaluate, such as averages."""
     grad_sync: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
-    """Around one micro-batch's forward and backward; `last` is where gradients are summed over the data axes."""
+    """Wraps one micro-batch's forward and backward; with `last` gradients are summed over the data axes."""
     zero_grad: Callable[[], None] = None  # type: ignore[assignment]
-    """Forgets all gradients, half-summed ones too; raises where it cannot."""
+    """Drops all gradients, partly summed ones too; raises if it cannot."""
     exported: str = "param/"
-    """The tensors of a checkpoint that an export writes: their names are this and a parameter's.
-    Others than `param/`, as `state/X/`, are averages; `state/X_begun/NAME` is 0 while no update is in them."""
+    """Prefix of a checkpoint's tensors that an export writes; a parameter's name follows.
+    Other prefixes, such as `state/X/`, are averages; `state/X_begun/NAME` is 0 before their first update."""
     put_averages: Callable[[], None] = lambda: None
-    """Gives the parameters the values that an export writes, when training is over."""
+    """Sets the parameters to the exported values after training."""
     storage: Storage = field(default_factory=Storage)
-    """Who allocates the weights, and reads and writes their values and the optimizer's states."""
+    """Allocates the weights, and reads and writes their values and the optimizer's states."""
     scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
     lr: Tensor = None  # type: ignore[assignment]  # () float32
     optimizer_factory: Callable[[Sequence[TrainedParam], OptimizerFactory], Optimizer] = build_optimizer
-    """Makes an optimizer over parameters, its states where they are kept; set before `optimizer`, called there."""
+    """Creates an optimizer over parameters, with its states in place; set before `optimizer`, called there."""
     optimizer: Optimizer = None  # type: ignore[assignment]
-    outside_bytes: int = 0  # held on the device, and not counted by torch as allocated
-    host_memory: HostMemory = field(default_factory=host_memory)  # of which who keeps data there takes its part
-    precision: torch.dtype | None = None  # of products; realised by autocast, or by the owner of the data axis
-    autocast: bool = False  # precision is still to be realised by autocast
+    outside_bytes: int = 0  # on the device, but not counted by torch as allocated
+    host_memory: HostMemory = field(default_factory=host_memory)  # shared by all users of host memory
+    precision: torch.dtype | None = None  # dtype of matmuls; set by autocast, or by the owner of the data axis
+    autocast: bool = False  # autocast must apply the precision
     loss_is_finite: Tensor = None  # type: ignore[assignment]  # () bool, the window's loss was finite; set by forward_backward
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """The objective's other metrics, by the names of metrics.jsonl: () float32 on the device, sums over this
     rank's terms since the window began (forward_backward clears them) or the evaluation did."""
     host_figures: dict[str, float] = field(default_factory=dict)
-    """Further metrics of the step under way that the host knows, of all ranks: part of a logged step's line."""
-    max_skipped_updates: int = 3  # skipped updates in a row that end the run
+    """Further metrics of the current step from the host, over all ranks: part of a logged step's line."""
+    max_skipped_updates: int = 3  # consecutive skipped updates that end the run
 
     # descriptions
-    roots: list[nn.Module] = field(default_factory=list)  # modules that the loop calls, and so what is sharded
+    roots: list[nn.Module] = field(default_factory=list)  # modules that the loop calls: the roots of sharding
     trained: list[TrainedParam] = field(default_factory=list)
-    counted_elsewhere: frozenset[str] = frozenset()  # names of `trained` that another stage of a pipeline holds, too
-    vocab: int = 0  # V, of the embedding, whichever rank holds it
-    ids: int = 0  # tokens that a teacher, too, has embeddings for
-    fingerprints: dict[str, str] = field(default_factory=dict)  # what a resumed run must find unchanged
+    counted_elsewhere: frozenset[str] = frozenset()  # names of `trained` also on another pipeline stage
+    vocab: int = 0  # V, rows of the embedding on any rank
+    ids: int = 0  # tokens for which a teacher also has embeddings
+    fingerprints: dict[str, str] = field(default_factory=dict)  # must be unchanged in a resumed run
     tokenizer: Any = None  # transformers' tokenizer; None for random tokens on a shape
     sources: Sources = None  # type: ignore[assignment]  # what was read, set aside and cleaned away
     state: dict[str, State] = field(default_factory=dict)
@@ -247,13 +247,13 @@ class Trainer:
         return self.env.spec.rounding
 
     def counts(self, t: TrainedParam) -> bool:
-        """Return whether this rank is the first of those that hold the same piece of it."""
+        """Return whether this rank is the first with this shard."""
         mesh = self.world.mesh
         if mesh is None:
             return True
         if t.name in self.counted_elsewhere:
             return False
-        copies = set(mesh.mesh_dim_names or ()) - {"pp"}  # axes along which it is the same; stages have their own
+        copies = set(mesh.mesh_dim_names or ()) - {"pp"}  # axes with equal copies; stages have their own
         return not any(self.world.at(axis) for axis in copies - t.cut_over)
 
     def all_reduce(self, t: Tensor) -> Tensor:
@@ -263,13 +263,13 @@ class Trainer:
         return t
 
     def all_reduce_max(self, t: Tensor) -> Tensor:
-        """Take the largest value of a device tensor over the data axes, in place; return it."""
+        """Reduce a device tensor to its maximum over the data axes, in place; return it."""
         if (group := self.world.summing) is not None:
             torch.distributed.all_reduce(t, torch.distributed.ReduceOp.MAX, group=group)
         return t
 
     def all_reduce_int(self, n: int) -> int:
-        """Return the sum of a host integer over the data axes; ranks agree on stopping along with it."""
+        """Return the sum of a host integer over the data axes; also agrees on stopping."""
         stop = self.stop
         flags = [stop.told == 1, stop.told == 2, stop.starved]
         n, told, failed, starved = distributed.host_sum([n * self.world.first, *flags])
@@ -284,9 +284,9 @@ class Trainer:
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """Return () float32, the norm of all gradients as they are (scaled), over all axes of the mesh.
+        """Return () float32, the norm of all (scaled) gradients over all axes of the mesh.
 
-        It is the root of the summed squares: of equal copies one rank counts, and all ranks' counts are summed.
+        The root of the summed squares: one rank counts for equal copies, and all ranks' sums are added.
         """
         device = self.world.device
         total = torch.zeros((), device=device)
@@ -294,7 +294,7 @@ class Trainer:
         if grads and device.type == "cuda":
             total += torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square().sum()
         elif grads:
-            # On CPU that sum runs over a whole matrix in one float32, 1e-5 off; row by row it is exact to 1e-7.
+            # On CPU one float32 sum over a whole matrix is 1e-5 off; row by row it is exact to 1e-7.
             rows = [torch.linalg.vector_norm(g, dim=-1, dtype=torch.float32) for g in grads]
             total += torch.stack([r.double().square().sum() for r in rows]).sum().float()
         if self.world.mesh is not None:
@@ -302,36 +302,36 @@ class Trainer:
         return total.sqrt()
 
     def describe(self) -> str:
-        """Return what was changed, by which technique and kernel, and what was left as it is, with the reason."""
+        """Return the changes by technique and kernel, and the unchanged parts with reasons."""
         lines = [str(edit) for edit in self.applied]
         lines += [f"{'note':<10} {n}" for n in self.notes]
         return "\n".join(lines) or "nothing changed: the baseline"
 
 
-# --- The default callables: what a step is when no technique has replaced them. `build` binds the trainer.
+# --- The default callables of a step, unless a technique replaces them. `build` binds the trainer.
 
 
-FEW = 5  # updates, below which a run that goes over its data is too short to learn much
-FEW_FROM_RANDOM, ENOUGH = 30, 100  # the same from random weights, and what a small model needs
+FEW = 5  # updates: shorter runs learn little
+FEW_FROM_RANDOM, ENOUGH = 30, 100  # the same from random weights; enough for a small model
 
 
 def set_step(trainer: Trainer, step: int, steps: int) -> None:
-    """Set learning rate and random state of step `step` of `steps`: functions of it, so a resumed run repeats them."""
+    """Set learning rate and random state of step `step` of `steps`; a resumed run repeats them."""
     trainer.lr.fill_(learning_rate(trainer.config.optim, step, steps))
-    # Equal along tp, whose ranks drop the same; along cp tokens differ, and along pp blocks do.
+    # Equal along tp, where ranks drop the same values; tokens differ along cp, blocks along pp.
     world = trainer.world
     own = world.data_rank + world.data_ranks * (world.at("cp") + world.along("cp") * world.at("pp"))
     torch.manual_seed(trainer.config.seed * 1_000_003 + step * 1009 + own)
 
 
 def loss(trainer: Trainer, batch: Batch) -> Tensor:
-    """Return the sum of a micro-batch's losses: of its terms, and of the balance of experts."""
+    """Return the sum of a micro-batch's losses: its terms and the experts' balance loss."""
     hidden = trainer.model(*batch.inputs)
     total = trainer.loss_from_hidden(hidden, batch)
     shape = trainer.env.shape
     if shape is None or shape.experts is None:
         return total
-    load, sharing = trainer.model.load, trainer.world.along("cp")  # the ranks of these rows, each with some tokens
+    load, sharing = trainer.model.load, trainer.world.along("cp")  # ranks that share these rows' tokens
     assert isinstance(load, Tensor)
     load = trainer.world.sum_along("cp", load)
     for name, value in load_figures(load.detach()).items():
@@ -339,7 +339,7 @@ def loss(trainer: Trainer, batch: Batch) -> Tensor:
     if not (shape.experts.balance and torch.is_grad_enabled()):
         return total
     penalty = shape.experts.balance * batch.n_terms * balance_loss(load, shape.experts.active)
-    if sharing > 1:  # each of them has all of its value, and a part of its gradient
+    if sharing > 1:  # each has the whole value and a part of the gradient
         penalty = penalty + penalty.detach() * (1 / sharing - 1)
     return total + penalty
 
@@ -353,7 +353,7 @@ def begin_window(trainer: Trainer, terms: float | Tensor) -> Tensor:
         trainer.model.train()
     if isinstance(terms, Tensor):
         return terms
-    # Filled in on the device: copying a number there would wait for it.
+    # Filled on the device: copying a number to it would synchronize.
     return torch.full((), terms or 1.0, dtype=torch.float32, device=trainer.world.device)
 
 
@@ -365,7 +365,7 @@ def forward_backward(trainer: Trainer, batches: list[Batch], terms: float | Tens
         batch = trainer.place(host)
         with trainer.grad_sync(i == len(batches) - 1):
             micro = trainer.loss(batch)
-            # Not in a thread of autograd's: much of a backward pass is Python, which would take turns with itself.
+            # Not in autograd's thread: much of a backward pass is Python and would contend for the GIL.
             with torch.autograd.set_multithreading_enabled(False):
                 (micro * (trainer.scale / terms)).backward()  # type: ignore[no-untyped-call]
         total += micro.detach()
@@ -388,7 +388,7 @@ def optimizer_step(trainer: Trainer) -> tuple[Tensor, Tensor]:
     skipped = ~(torch.isfinite(norm) & trainer.loss_is_finite)
     clip = trainer.config.optim.clip
     shrink = torch.ones_like(norm) if clip is None else torch.clamp(clip / (norm + 1e-6), max=1.0)
-    # Where the norm is not finite the divisor is not either, but then nothing is stepped.
+    # If the norm is not finite, the divisor is not either, but then the step is skipped.
     trainer.optimizer.step(trainer.lr, trainer.scale / shrink, skipped)
     trainer.zero_grad()
     return norm, skipped
@@ -401,16 +401,16 @@ def zero_grad(trainer: Trainer) -> None:
 
 # --- The loop: when to evaluate, when to save, when to stop.
 #
-# No technique's name occurs here: techniques replaced the trainer's callables before step 0.
+# No technique's name appears here: techniques replaced the trainer's callables before step 0.
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Which steps a run takes, and what follows each."""
+    """The steps of a run, and the actions after each."""
 
     trainer: Trainer
     length: sampler.StreamPlan
-    done: int = 0  # steps that were completed before
+    done: int = 0  # steps completed before
 
     @property
     def total(self) -> int:
@@ -418,7 +418,7 @@ class RunPlan:
 
     @property
     def steps(self) -> Iterator[int]:
-        """Step numbers from 1; ends early, on the same step everywhere, when the ranks agreed to stop."""
+        """Yield step numbers from 1; ends early, at the same step on all ranks, once they agreed to stop."""
         for n in range(self.done + 1, self.total + 1):
             if self.trainer.stop.complete:
                 return
@@ -439,7 +439,7 @@ class RunPlan:
 
 
 def idle_settings(config: Config, steps: int, held_out: bool) -> Iterator[str]:
-    """Yield what of a configuration does nothing, or less than it seems to, in a run of so many steps."""
+    """Yield settings with no effect, or less than expected, in a run of this many steps."""
     length, warmup = config.train, config.optim.warmup
     if warmup > max(1, steps):
         yield f"optim.warmup: {warmup:g} steps, in a run of {steps}: the learning rate never reaches optim.lr"
@@ -464,8 +464,8 @@ def idle_settings(config: Config, steps: int, held_out: bool) -> Iterator[str]:
 
 
 def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], None]) -> None:
-    """Take the steps of the plan; evaluate and save where they are due."""
-    for step in plan.steps:  # ends early, on the same step everywhere
+    """Run the steps of the plan; evaluate and save when due."""
+    for step in plan.steps:  # ends early, at the same step on all ranks
         under_way("reading data", step, at_once=False)
         batches: list[Batch] = []
         try:
@@ -475,7 +475,7 @@ def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], N
             trainer.stop.starved = True
         under_way("the sum of the targets", step, at_once=False)
         terms = trainer.all_reduce_terms(sum(b.n_terms for b in batches))  # over the data axes; a host number
-        if trainer.stop.starved:  # a rank was told to stop and has no batch: the step before is the last, on all ranks
+        if trainer.stop.starved:  # a stopping rank has no batch: the previous step is the last on all ranks
             if step - 1 > plan.done:
                 save(step - 1)
             return
@@ -485,7 +485,7 @@ def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], N
             loss = trainer.forward_backward(batches, terms)  # forward, backward, reduction
             under_way("the update", step, at_once=False)
             norm, skipped = trainer.optimizer_step()  # unscale, guard, clip, step, free
-        else:  # nothing to learn on any rank: an update would decay weights and move moments all the same
+        else:  # no targets on any rank: an update would still decay weights and moments
             for figure in trainer.metrics.values():
                 figure.zero_()
             loss, norm, skipped = (*trainer.lr.new_zeros(2).unbind(), trainer.lr.new_zeros((), dtype=torch.bool))

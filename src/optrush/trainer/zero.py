@@ -1,13 +1,13 @@
-"""Run the steps of a trainer by DeepSpeed's engine: ZeRO, stages 1 to 3.
+"""Run a trainer's steps with DeepSpeed's engine: ZeRO, stages 1 to 3.
 
-The engine owns what is sharded: gradients and their reduction, float32 weights and states, the update. It flattens the
+The engine owns gradients and their reduction, float32 weights and states, and the update. It flattens the
 weights, and a rank's part of a flat tensor is no box of a weight. So checkpoints gather one tensor at a time, and each
-rank saves rows of it: files are those of any other run, and go on under any mesh.
+rank saves rows of it: files are like those of any other run, and resume under any mesh.
 
-The engine's own forward pass must be called, with the loss inside: stage 3 counts a window's micro-batches there. With
-the modules called past it the gradients of the last micro-batch alone would be kept, without an error.
+The engine's forward pass must be called, with the loss inside: stage 3 counts a window's micro-batches there. With
+direct calls of the modules only the last micro-batch's gradients would remain, without an error.
 
-Source: DeepSpeed 0.19 (https://github.com/deepspeedai/DeepSpeed), its public functions where there are such.
+Source: DeepSpeed 0.19 (https://github.com/deepspeedai/DeepSpeed), its public functions where they exist.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COUNT = "count"  # of updates: torch's "step", one a flat tensor
 
 @dataclass(frozen=True)
 class ZeroParam(TrainedParam):
-    """A parameter whose float32 values and states the engine keeps; a rank reads and saves some of its rows."""
+    """A parameter with float32 values and states in the engine; a rank reads and saves some of its rows."""
 
     engine: Engine
 
@@ -76,40 +76,40 @@ class ZeroParam(TrainedParam):
 
 
 class LossModule(nn.Module):
-    """The module that the engine calls: from a micro-batch to its loss, model and head inside."""
+    """The module that the engine calls: micro-batch -> loss, with model and head inside."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__()
         self.model = trainer.model
-        self.loss: Callable[[Batch], Tensor] = lambda batch: trainer.loss(batch)  # as it is when it is called
+        self.loss: Callable[[Batch], Tensor] = lambda batch: trainer.loss(batch)  # resolved at call time
 
     def forward(self, batch: Batch) -> Tensor:
         return self.loss(batch)
 
 
 def quiet() -> None:
-    """Leave errors of DeepSpeed's log, which goes to standard output: skipped updates are the run's own to log."""
+    """Limit DeepSpeed's log on standard output to errors: the run itself logs skipped updates."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
 class ModuleByModule(Storage):
-    """Weights that are filled module by module, so that one module's are whole or in float32 at a time."""
+    """Weights filled module by module, so that only one module at a time is whole or in float32."""
 
-    config: Mapping[str, Any] | None  # DeepSpeed's, to cut them over the ranks (stage 3); None: ranks keep them whole
+    config: Mapping[str, Any] | None  # DeepSpeed's, to shard them (stage 3); None: ranks keep them whole
     half: torch.dtype | None
-    """The type that float32 weights are cast to. Where a trained one loses anything, its values are kept on the host
+    """The dtype for float32 weights. If a trained one loses precision, its values are kept on the host
     until the engine has float32 weights."""
 
     def materialise(self, trainer: Trainer) -> None:
-        """Allocate, fill and cut one module after another."""
+        """Allocate, fill and shard one module after another."""
         model, device = trainer.model, trainer.world.device
-        names = {id(p): name for name, p in model.named_parameters()}  # of tied parameters the first
+        names = {id(p): name for name, p in model.named_parameters()}  # the first of tied parameters
         for path, module in list(model.named_modules()):
             full = {n: f"{path}.{n}" if path else n for n, _ in module.named_parameters(recurse=False)}
             own = [n for n, p in module.named_parameters(recurse=False) if names.get(id(p)) == full[n]]
             if not own:
-                continue  # a tied one is its owner's
+                continue  # tied: filled with its owner
             for p in module.parameters(recurse=False) if self.half is not None else ():
                 p.data = p.data.to(self.half)
             module.to_empty(device=device, recurse=False)
@@ -123,7 +123,7 @@ class ModuleByModule(Storage):
 
 @torch.no_grad()
 def _fill(trainer: Trainer, name: str, p: nn.Parameter) -> None:
-    """Fill a whole parameter; note in `LOST` of it what its type cannot hold."""
+    """Fill a whole parameter; store in its `LOST` the values that its dtype cannot represent."""
     whole = (0,) * p.dim()
     if not p.requires_grad or p.dtype == torch.float32:
         trainer.weight_map.fill(name, p.detach(), whole)
@@ -135,11 +135,11 @@ def _fill(trainer: Trainer, name: str, p: nn.Parameter) -> None:
         setattr(p, LOST, exact.cpu())
 
 
-LOST = "float32_values"  # of a parameter, from its filling to the engine's start
+LOST = "float32_values"  # attribute of a parameter until the engine starts
 
 
 def _partition(parameters: list[Any], config: Mapping[str, Any]) -> None:
-    """Cut parameters over the ranks, as the engine would all of them."""
+    """Shard parameters over the ranks like the engine."""
     from deepspeed import zero
     from deepspeed.utils import groups
 
@@ -147,14 +147,14 @@ def _partition(parameters: list[Any], config: Mapping[str, Any]) -> None:
     for i, p in enumerate(parameters):
         holder.register_parameter(str(i), p)
     several = config["zero_optimization"]["zero_hpz_partition_size"] > 1
-    group = groups._get_zero_param_intra_parallel_group() if several else None  # made by the first, once a process
+    group = groups._get_zero_param_intra_parallel_group() if several else None  # created once per process
     zero.Init(
         module=holder, config_dict_or_path=dict(config), dtype=parameters[0].dtype, zero_param_parallel_group=group
     )
 
 
 class Engine(Storage):
-    """What runs a trainer's windows and updates, and reads and writes what it holds: an `Optimizer` to the others."""
+    """Runs a trainer's windows and updates, and reads and writes the engine's tensors; acts as an `Optimizer`."""
 
     reads_host = True
     rounding: Rounding = "nearest"
@@ -165,13 +165,13 @@ class Engine(Storage):
     def __init__(self, trainer: Trainer, config: Mapping[str, Any]) -> None:
         """config: DeepSpeed's."""
         self.trainer, self.config, self.stage = trainer, dict(config), int(config["zero_optimization"]["stage"])
-        self.open = False  # a window is under way
+        self.open = False  # a window is running
         self.trained = [ZeroParam(t.name, t.parameter, t.decays, self) for t in trainer.trained]
         self.by_name = {t.name: t for t in self.trained}
         self.by_id = {id(t.parameter): t for t in self.trained}
 
     def train(self, offload: bool) -> None:
-        """Start DeepSpeed's engine; replace what runs a window, updates, saves and exports.
+        """Start DeepSpeed's engine; replace the callables for windows, updates, saves and exports.
 
         Args:
             offload: states are in host memory.
@@ -210,7 +210,7 @@ class Engine(Storage):
         self.trainer.eval_loss = self.eval_loss
 
     def _make_states(self, device: torch.device) -> None:
-        """Allocate the states, which torch would allocate in the first update: a checkpoint is loaded before it."""
+        """Allocate the states before torch's first update, so that a checkpoint can be loaded."""
         for flat in self._flat():
             self.adamw.state[flat] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
@@ -228,9 +228,9 @@ class Engine(Storage):
     # The window and the update.
 
     def forward_backward(self, batches: list[Batch], terms: float | Tensor) -> Tensor:
-        """Run a window as `trainer.forward_backward`.
+        """Run a window; see `trainer.forward_backward`.
 
-        A loss that is not finite makes all gradients so, by which the engine skips the update.
+        A non-finite loss makes all gradients non-finite, so that the engine skips the update.
         """
         trainer, engine = self.trainer, self.engine
         terms = begin_window(trainer, terms)
@@ -256,7 +256,7 @@ class Engine(Storage):
 
     @torch.no_grad()
     def eval_loss(self, batches: list[Batch]) -> Tensor:
-        """Evaluate as `trainer.eval_loss`."""
+        """Evaluate; see `trainer.eval_loss`."""
         self.engine.eval()
         total = torch.zeros((), device=self.trainer.world.device)
         for batch in batches:
@@ -264,7 +264,7 @@ class Engine(Storage):
         return self.trainer.all_reduce(total)
 
     def optimizer_step(self) -> tuple[Tensor, Tensor]:
-        """Update as `trainer.optimizer_step`: the engine finds the norm, skips, clips and steps."""
+        """Update (see `trainer.optimizer_step`): the engine computes the norm, skips, clips and steps."""
         engine, lr, device = self.engine, float(self.trainer.lr), self.trainer.world.device
         for group in (*self.adamw.param_groups, *self.zero.param_groups):
             group["lr"] = lr
@@ -275,9 +275,9 @@ class Engine(Storage):
         return torch.as_tensor(norm, dtype=torch.float32, device=device), torch.tensor(skipped, device=device)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of a window without an update: the engine would add the next to them."""
-        # Half-summed ones are also in the engine's buckets and hooks.
-        assert not self.open, "a window cut short cannot be taken again under deepspeed: resume from a checkpoint"
+        """Drop the gradients of a window without an update: the engine would add to them."""
+        # Partly summed ones are also in the engine's buckets and hooks.
+        assert not self.open, "an aborted window cannot be repeated under deepspeed: resume from a checkpoint"
         self.zero.zero_grad(set_to_none=True)
         if self.stage < 3:
             self.zero.micro_step_id = -1  # as after an update
@@ -296,7 +296,7 @@ class Engine(Storage):
             found[t.name] = {**dict.fromkeys(MOMENTS, t.local), COUNT: one}
         return found
 
-    # What the engine holds, whole, one tensor at a time.
+    # The engine's tensors, whole, one at a time.
 
     def read_whole(self, t: ZeroParam, state: str | None = None) -> Tensor:
         """Return the float32 values or a state of a parameter, whole, on the device; every rank calls it."""
@@ -321,7 +321,7 @@ class Engine(Storage):
 
     @torch.no_grad()
     def write(self, t: ZeroParam, state: str | None, whole: Tensor) -> None:
-        """Set this rank's part of the float32 values or of a state, and of the weights that products read."""
+        """Set this rank's part of the float32 values or of a state, and of the weights in compute dtype."""
         from deepspeed.utils import (
             safe_set_full_fp32_param,
             safe_set_full_optimizer_state,
@@ -348,12 +348,12 @@ class Engine(Storage):
             return
         safe_set_local_fp32_param(p, part)
         p.ds_tensor.data.copy_(part)
-        p.ds_secondary_tensor = None  # made again of the first at the next gather
-        if p.data.numel() == whole.numel():  # a small one is whole on every rank
+        p.ds_secondary_tensor = None  # rebuilt from the first at the next gather
+        if p.data.numel() == whole.numel():  # small ones are whole on every rank
             p.data.copy_(whole)
 
     def _part(self, p: Any, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole parameter, which the engine fills up to equal parts."""
+        """Return this rank's part of a whole parameter, padded by the engine to equal parts."""
         each, flat = p.ds_tensor.numel(), whole.flatten()
         first = min(len(flat), each * self.trainer.world.rank)
         part = flat[first : first + each]
@@ -372,7 +372,7 @@ class Engine(Storage):
 
     @contextmanager
     def filling(self, s: Slice) -> Iterator[Slice]:
-        """Yield the whole tensor of a slice, on the host, for a checkpoint to fill; keep this rank's part of it."""
+        """Yield a slice's whole tensor, on the host, for a checkpoint to fill; keep this rank's part."""
         whole = torch.empty(s.whole, dtype=s.local.dtype)
         yield replace(s, local=whole, offset=(0,) * len(s.whole))
         self.write(*self._named(s.name), whole)
@@ -387,7 +387,7 @@ class Engine(Storage):
 
     @contextmanager
     def gathered(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Hold parameters whole within the context, trained ones with their float32 values; every rank calls it."""
+        """Context manager with whole parameters, trained ones in float32; every rank calls it."""
         from deepspeed import zero
 
         found = list(dict.fromkeys(parameters))
