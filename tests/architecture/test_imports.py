@@ -32,14 +32,14 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 10135,
+    "data": 10165,
     "trainer": 7920,
     "models": 9060,
     "techniques": 5825,
     "kernels": 4930,
-    "top": 6580,
-    "cli": 4485,
-    "planner": 4510,
+    "top": 6605,
+    "cli": 4505,
+    "planner": 4580,
     "benchmark": 3835,
     "peft": 1985,
     "report": 1935,
