@@ -130,7 +130,7 @@ def parquet(folder: Path) -> None:
     turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("n", pa.int8())])
     turns = pa.schema([("messages", pa.list_(turn)), ("id", pa.int64())])
     chats: dict[str, tuple[Any, str]] = {
-        "null messages": (None, "but 'id'"),
+        "null messages": (None, "the row has 'id'"),
         "no messages": ([], "messages is an empty list"),
         "null turn": ([ASK, None], "messages[1] is null"),
         "null role": ([{"content": "a"}, ANSWER], "messages[0] has no 'role'"),
