@@ -99,7 +99,7 @@ VALUES: dict[str, Case] = {
     ),
     "micro no multiple": (
         {"batch": {"micro_tokens": 200}}, [],
-        ("`batch.micro_tokens: 200`", "not a multiple of `batch.seq: 128`", "take 128"),
+        ("`batch.micro_tokens: 200`", "not a multiple of `batch.seq: 128`", "set it to 128"),
     ),
     "a cap without a GPU": (
         {}, ["--with", "memory-cap:mib=8000"],
@@ -247,7 +247,7 @@ VALUES: dict[str, Case] = {
     "set of a wrong type": ({}, ["--set", "seed=abc"], ("--set seed=abc: `seed`", "'abc'", "give a whole number")),
     "with an option unset": ({}, ["--with", "recompute:every"], ("--with recompute:every", "'every' has no value")),
     "with nothing": ({}, ["--with", ""], ("the technique ``", "no such technique")),
-    "without what is not there": ({}, ["--without", "amp"], ("--without amp", "`with` holds packing", "leave")),
+    "without what is not there": ({}, ["--without", "amp"], ("--without amp", "`with` holds packing", "remove the flag")),
     # resuming
     "resume nothing": ({}, ["--resume", "no-such"], ("no-such", )),
     "allow without resume": ({}, ["--allow-change", "data"], ("--allow-change", "no --resume", "leave it out")),
@@ -262,7 +262,7 @@ VALUES: dict[str, Case] = {
     ),
     "every one and a half steps": ({"train": {"save_every": 1.5}}, [], ("save_every", "1.5", "whole number of steps")),
     "with a number": ({"with": {"packing": 5}}, ["--with", "packing:x=1"], ("`with.packing` holds 5", "as a mapping")),
-    "with a list": ({"with": ["packing"]}, ["--without", "packing"], ("--without packing", "no mapping")),
+    "with a list": ({"with": ["packing"]}, ["--without", "packing"], ("--without packing", "not a mapping")),
     "output nowhere": ({"output": ""}, [], ("`output`", "''")),
     "a long name": ({"output": "x" * 300}, [], ("x" * 300, "File name too long", "use another")),
     "a long model": ({"model": "x" * 300}, [], ("x" * 300, "File name too long", "give a path")),
@@ -279,7 +279,12 @@ def test_value(name: str, call: Call, write: Write) -> None:
 @pytest.mark.parametrize(("impl", "wanted"), [("varlen", "8.0"), ("cudnn", "9.0")])
 def test_gpu_technique_on_a_cpu(impl: str, wanted: str, call: Call, write: Write) -> None:
     found = call("train", write(), "--with", f"attention:impl={impl}", "--with", "amp")
-    refused(found, f"`attention:impl={impl}` needs a CUDA device of capability {wanted}", "a CPU only", "leave")
+    refused(
+        found,
+        f"`attention:impl={impl}` needs a CUDA device of capability {wanted}",
+        "a CPU only",
+        "turn the technique off",
+    )
 
 
 def test_no_configuration(call: Call, here: Path) -> None:
@@ -379,7 +384,7 @@ def test_template(call: Call, write: Write, model: Path, here: Path) -> None:
 
 ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cut off": ('{"messages": [{"role": "user"', ("not valid JSON (cut off?)",)),
-    "no assistant": ('{"messages": [{"role": "user", "content": "Hm"}]}', ("no assistant turn: there is nothing",)),
+    "no assistant": ('{"messages": [{"role": "user", "content": "Hm"}]}', ("no assistant turn",)),
     "no target": ('{"text": "", "id": 3}', ("text is empty",)),
     "unknown role": ('{"messages": [{"role": "bot", "content": "Hm"}]}', ("messages[0].role is 'bot'", "assistant")),
     "empty turn": ('{"messages": [{"role": "assistant", "content": " "}]}', ("messages[0].content", "empty assistant")),
