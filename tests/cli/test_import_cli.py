@@ -630,7 +630,7 @@ def test_a_refusal_has_its_reason(here: Path, file: dict[str, Any], given: dict[
         ("lora_qkv_kernel", True, "a choice of kernels"), ("fsdp_version", 2, "FSDP2"),
         ("unsloth_rope", True, "a choice of kernels"), ("gemma4_hybrid_attn_impl", True, "speed or memory"),
         ("heads_k_stride", 1, "speed or memory"), ("llama4_linearized_experts", True, "one matrix or one by one"),
-        ("tokenizer_use_mistral_common", True, "tokenizer.json"), ("freeze_mm_modules", True, "only the language model"),
+        ("tokenizer_use_mistral_common", True, "tokenizer.json"), ("freeze_mm_modules", True, "only the language"),
         ("do_causal_lm_eval", True, "optrush eval"), ("lora_fan_in_fan_out", True, "disables it for linears"),
         ("eta_min", 7e-7, "does not read it"), ("accelerator_config", {"split_batches": False}, "speed or memory"),
         ("cls_model_config", "LlamaConfig", "name the class"), ("dataloader_drop_last", True, "once per epoch"),

@@ -247,7 +247,7 @@ VALUES: dict[str, Case] = {
     "set of a wrong type": ({}, ["--set", "seed=abc"], ("--set seed=abc: `seed`", "'abc'", "give a whole number")),
     "with an option unset": ({}, ["--with", "recompute:every"], ("--with recompute:every", "'every' has no value")),
     "with nothing": ({}, ["--with", ""], ("the technique ``", "no such technique")),
-    "without what is not there": ({}, ["--without", "amp"], ("--without amp", "`with` holds packing", "remove the flag")),
+    "without what is not there": ({}, ["--without", "amp"], ("--without amp", "`with` holds packing", "remove")),
     # resuming
     "resume nothing": ({}, ["--resume", "no-such"], ("no-such", )),
     "allow without resume": ({}, ["--allow-change", "data"], ("--allow-change", "no --resume", "leave it out")),
@@ -262,7 +262,7 @@ VALUES: dict[str, Case] = {
     ),
     "every one and a half steps": ({"train": {"save_every": 1.5}}, [], ("save_every", "1.5", "whole number of steps")),
     "with a number": ({"with": {"packing": 5}}, ["--with", "packing:x=1"], ("`with.packing` holds 5", "as a mapping")),
-    "with a list": ({"with": ["packing"]}, ["--without", "packing"], ("--without packing", "not a mapping")),
+    "with a list": ({"with": ["packing"]}, ["--without", "packing"], ("--without packing", "no mapping")),
     "output nowhere": ({"output": ""}, [], ("`output`", "''")),
     "a long name": ({"output": "x" * 300}, [], ("x" * 300, "File name too long", "use another")),
     "a long model": ({"model": "x" * 300}, [], ("x" * 300, "File name too long", "give a path")),

@@ -235,7 +235,7 @@ def test_no_template_no_eos_nothing_to_learn(sentencepiece, bytelevel, tiny_fold
     mute.eos_token = None
     with pytest.raises(DataError, match="no end-of-text token"):
         Tokens(mute).document(Text("a"), "all", WHERE)
-    with pytest.raises(DataError, match="no token") as caught:
+    with pytest.raises(DataError, match="no target token") as caught:
         Tokens(sentencepiece).document(Text(""), "all", WHERE)
     assert "chat.jsonl:3" in caught.value.asked
     with pytest.raises(DataError, match="none of the answers is a target") as caught:

@@ -313,7 +313,7 @@ def test_settings(run: Run, settings: dict[str, Any], asked: str, found: str) ->
 def test_nothing_left(run: Run) -> None:
     with pytest.raises(DataError) as error:
         run(["a", "b"], chars=(5, None))
-    assert error.value.found == "no row remains: 0 of 2 rows remain; taken by chars 2"
+    assert error.value.found == "no row remains: 0 of 2 rows remain; removed by chars 2"
 
 
 # --- bad rows
@@ -328,7 +328,7 @@ def test_bad_rows(run: Run) -> None:
     assert stays(found) == [0, 1, 2, 3], "whoever reads next must refuse the bad ones again"
     assert found.record["bad"]["rows"] == 2 and found.record["kept"]["rows"] == 2
     assert [e["line"] for e in found.record["bad"]["examples"]] == [2, 4]
-    assert found.summary() == "2 of 5 rows remain; taken by chars 1, bad 2"
+    assert found.summary() == "2 of 5 rows remain; removed by chars 1, bad 2"
     with pytest.raises(DataError) as error:
         run(rows, {**aside, "most_bad": 0.39}, chars=(2, None))
     assert error.value.asked == "at most 0.39 of the rows bad (data.most_bad)"

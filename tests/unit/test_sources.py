@@ -429,7 +429,7 @@ def test_a_stream_whose_file_changed(here, tokens):
     path = written(here / "a.jsonl", texts(0, 30))
     live = read(tokens, "a.jsonl", stream=True).train
     path.write_text("")
-    with pytest.raises(DataError, match="moved or deleted"):
+    with pytest.raises(DataError, match="a row is missing"):
         live.read([7])
 
 

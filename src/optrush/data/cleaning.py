@@ -97,7 +97,7 @@ class Cleaned:
         taken = [f"{f['name']} {f['taken']:,}" for f in self.record["filters"] if f["taken"]]
         taken += [f"bad {self.record['bad']['rows']:,}"] if self.record["bad"]["rows"] else []
         stay = f"{self.record['kept']['rows']:,} of {self.record['rows']:,} rows remain"
-        return stay + (f"; taken by {', '.join(taken)}" if taken else "")
+        return stay + (f"; removed by {', '.join(taken)}" if taken else "")
 
 
 def clean_files(
@@ -157,7 +157,7 @@ def clean_files(
     if not cleaned.record["kept"]["rows"]:
         names = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
         do = "relax the filter that removed most; `optrush data clean` shows examples"
-        raise DataError(f"rows of {names} after cleaning", f"no row remains:  {cleaned.summary()}", do)
+        raise DataError(f"rows of {names} after cleaning", f"no row remains: {cleaned.summary()}", do)
     return cleaned
 
 
