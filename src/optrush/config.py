@@ -742,7 +742,7 @@ def _section(data: dict[str, Any], key: str, asked: str) -> dict[str, Any]:
         data[key] = {}
     section = data[key]
     if not isinstance(section, dict):
-        raise ConfigError(asked, f"`{key}` holds {section!r}, not a mapping", "give the full path of a value")
+        raise ConfigError(asked, f"`{key}` holds {section!r}, no mapping", "give the full path of a value")
     return section
 
 

@@ -230,7 +230,7 @@ def parse_hardware(text: str) -> tuple[Device, int]:
         known = ", ".join(["auto", "cpu", *NAMED])
         close = difflib.get_close_matches(name, NAMED, 1) or _as_large(name)
         nearest = f"did you mean {' or '.join(f'`{n}`' for n in close)}? " if close else ""
-        nearest = f"for a memory size write {name}GiB;  " if re.fullmatch(r"[0-9]{1,3}", name) else nearest
+        nearest = f"for a memory size write {name}GiB; " if re.fullmatch(r"[0-9]{1,3}", name) else nearest
         do = f"{nearest}for an unlisted card write its memory: 24GiB; for several: 2xh200; known: {known}"
         raise ConfigError(f"the hardware {text}", "no such name", do)
     return NAMED[name], count

@@ -57,7 +57,7 @@ def card(
     try:
         measured = _measured(runs.load_run(folder), steps)
     except Exception as error:  # whatever is in their lines
-        measured = [("measured", escaped(f"unknown: metrics.jsonl is damaged:  {reason(error)}"))]
+        measured = [("measured", escaped(f"unknown: metrics.jsonl is damaged: {reason(error)}"))]
     facts = [
         ("base model", _base(config)),
         ("objective", f"`{config.objective}`" + (f", the loss {escaped(config.loss.use)}" if config.loss else "")),

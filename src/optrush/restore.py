@@ -133,7 +133,7 @@ def _same(checkpoint: Manifest, trainer: Trainer) -> None:
         # All weights come from the checkpoint: initial weights (and a preference reference) are not exported.
         if then != now and not (name == "base" and now is None):
             what = "the model's config.json" if name == "config" else "the weights that the run did not train"
-            found = f"{what} changed:  {then or 'absent'} then, {now or 'absent'} now"
+            found = f"{what} changed: {then or 'absent'} then, {now or 'absent'} now"
             do = f"restore {trainer.config.model.path} as at the start of the run, or name a copy of it"
             raise CheckpointError(f"the checkpoint {checkpoint.path}", found, do)
     for name in ("tokenizer", "template"):  # written from the base's files

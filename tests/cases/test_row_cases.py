@@ -595,7 +595,7 @@ def test_held_out_data_that_is_trained_on_is_refused(how: str, stream: bool, her
         held = lines("part.jsonl", rows[3:6])
     with pytest.raises(DataError) as caught:
         read(tiny_home, path=path, eval=held, stream=stream)
-    assert f"`data.eval: {held}`" == caught.value.asked and "memorised" in caught.value.found
+    assert f"`data.eval: {held}`" == caught.value.asked and "memorisation" in caught.value.found
 
 
 def test_held_out_rows_that_are_trained_on_are_counted(tiny_home: Path) -> None:
@@ -882,7 +882,7 @@ def test_fast_renderings_save_no_time_for_slow_ones(monkeypatch: pytest.MonkeyPa
             pass
     assert limits.left_s <= 1
     limits.left_s = -mask.MEAN_RENDER_s
-    with pytest.raises(ConfigError, match="in the mean"), limits:
+    with pytest.raises(ConfigError, match="on average"), limits:
         pass
     with limits:  # the next run begins anew
         pass

@@ -99,7 +99,7 @@ VALUES: dict[str, Case] = {
     ),
     "micro no multiple": (
         {"batch": {"micro_tokens": 200}}, [],
-        ("`batch.micro_tokens: 200`", "not a multiple of `batch.seq: 128`", "take 128"),
+        ("`batch.micro_tokens: 200`", "not a multiple of `batch.seq: 128`", "set it to 128"),
     ),
     "a cap without a GPU": (
         {}, ["--with", "memory-cap:mib=8000"],
@@ -250,7 +250,7 @@ VALUES: dict[str, Case] = {
     "set of a wrong type": ({}, ["--set", "seed=abc"], ("--set seed=abc: `seed`", "'abc'", "give a whole number")),
     "with an option unset": ({}, ["--with", "recompute:every"], ("--with recompute:every", "'every' has no value")),
     "with nothing": ({}, ["--with", ""], ("the technique ``", "no such technique")),
-    "without what is not there": ({}, ["--without", "amp"], ("--without amp", "`with` holds packing", "leave")),
+    "without what is not there": ({}, ["--without", "amp"], ("--without amp", "`with` holds packing", "remove")),
     # resuming
     "resume nothing": ({}, ["--resume", "no-such"], ("no-such", )),
     "allow without resume": ({}, ["--allow-change", "data"], ("--allow-change", "no --resume", "leave it out")),
@@ -282,7 +282,12 @@ def test_value(name: str, call: Call, write: Write) -> None:
 @pytest.mark.parametrize(("impl", "wanted"), [("varlen", "8.0"), ("cudnn", "9.0")])
 def test_gpu_technique_on_a_cpu(impl: str, wanted: str, call: Call, write: Write) -> None:
     found = call("train", write(), "--with", f"attention:impl={impl}", "--with", "amp")
-    refused(found, f"`attention:impl={impl}` needs a CUDA device of capability {wanted}", "a CPU only", "leave")
+    refused(
+        found,
+        f"`attention:impl={impl}` needs a CUDA device of capability {wanted}",
+        "a CPU only",
+        "turn the technique off",
+    )
 
 
 def test_no_configuration(call: Call, here: Path) -> None:
@@ -382,7 +387,7 @@ def test_template(call: Call, write: Write, model: Path, here: Path) -> None:
 
 ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cut off": ('{"messages": [{"role": "user"', ("not valid JSON (cut off?)",)),
-    "no assistant": ('{"messages": [{"role": "user", "content": "Hm"}]}', ("no assistant turn: there is nothing",)),
+    "no assistant": ('{"messages": [{"role": "user", "content": "Hm"}]}', ("no assistant turn",)),
     "no target": ('{"text": "", "id": 3}', ("text is empty",)),
     "unknown role": ('{"messages": [{"role": "bot", "content": "Hm"}]}', ("messages[0].role is 'bot'", "assistant")),
     "empty turn": ('{"messages": [{"role": "assistant", "content": " "}]}', ("messages[0].content", "empty assistant")),

@@ -53,7 +53,7 @@ def tokenizer(box):
     ("given", "says"),
     [
         ([3], "give text"), ([""], "give text that is not empty"), (["<a>", "<a>"], "each value once"),
-        ("<a>", "give a list"), ([["<a>"]], "give a text"),
+        ("<a>", "give a list"), ([["<a>"]], "give text"),
     ],
 )  # fmt: skip
 def test_what_is_no_list_of_tokens(box, given, says):

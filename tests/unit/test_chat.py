@@ -218,10 +218,10 @@ def test_a_failing_template_names_the_row(bytelevel, source):
 
 
 def test_the_template_and_what_it_makes_are_capped(bytelevel, monkeypatch):
-    with pytest.raises(DataError, match="at most 65536"):
+    with pytest.raises(DataError, match="the limit is 65536"):
         Tokens(bytelevel, CHATML + "{#" + "x" * 70_000 + "#}").document(talk(["a"]), "assistant", WHERE)
     monkeypatch.setattr(mask, "LONGEST_RENDER_chars", 1000)
-    with pytest.raises(DataError, match="made 5000 characters"):
+    with pytest.raises(DataError, match="wrote 5000 characters"):
         Tokens(bytelevel, "{% for i in range(10) %}{{ 'x' * 500 }}{% endfor %}").document(
             talk(["a"]), "assistant", WHERE
         )
@@ -235,7 +235,7 @@ def test_no_template_no_eos_nothing_to_learn(sentencepiece, bytelevel, tiny_fold
     mute.eos_token = None
     with pytest.raises(DataError, match="no end-of-text token"):
         Tokens(mute).document(Text("a"), "all", WHERE)
-    with pytest.raises(DataError, match="no token") as caught:
+    with pytest.raises(DataError, match="no target token") as caught:
         Tokens(sentencepiece).document(Text(""), "all", WHERE)
     assert "chat.jsonl:3" in caught.value.asked
     with pytest.raises(DataError, match="none of the answers is a target") as caught:

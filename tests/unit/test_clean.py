@@ -328,7 +328,7 @@ def test_bad_rows(run: Run) -> None:
     assert stays(found) == [0, 1, 2, 3], "whoever reads next must refuse the bad ones again"
     assert found.record["bad"]["rows"] == 2 and found.record["kept"]["rows"] == 2
     assert [e["line"] for e in found.record["bad"]["examples"]] == [2, 4]
-    assert found.summary() == "2 of 5 rows stay; taken by chars 1, bad 2"
+    assert found.summary() == "2 of 5 rows remain; removed by chars 1, bad 2"
     with pytest.raises(DataError) as error:
         run(rows, {**aside, "most_bad": 0.39}, chars=(2, None))
     assert error.value.asked == "at most 0.39 of the rows bad (data.most_bad)"
@@ -509,6 +509,6 @@ def test_memory_does_not_grow_with_the_rows_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", [r"^(\w+ ?)+!$", r"(a|.)*!", r"((.+)+)+!", r"(.*)*(.*)*x!"])
 def test_a_pattern_of_items_that_takes_too_long(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cleaning, "MATCHING_s", 0.05)
-    with pytest.raises(ConfigError, match=r"takes longer than 0\.05 s in a row") as caught:
+    with pytest.raises(ConfigError, match=r"takes longer than 0\.05 s for one row") as caught:
         cleaning.items_of(Items(pattern=pattern, rarest=2), {}, "a word and one more " * 9)
     assert pattern in caught.value.asked

@@ -77,7 +77,7 @@ def test_a_store_that_fails_at_the_end_is_an_error_of_a_whole_run(tmp_path: Path
     monkeypatch.setattr(MemoryFileSystem, "put_file", put)
     with pytest.raises(RunError, match="no room there") as error:
         train(config(tmp_path / "a", steps=1))
-    assert "by hand" in error.value.text
+    assert "yourself" in error.value.text
     assert (tmp_path / "a" / "checkpoints" / "step-000001" / "manifest.json").is_file()
 
 

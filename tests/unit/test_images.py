@@ -627,7 +627,7 @@ def test_what_does_not_read_images(
         read(base, path, *sets, objective=objective)
     assert caught.value.found == found or found in caught.value.found, caught.value
     filtered = found == "data.clean"  # before they are tokenised
-    assert filtered or ("rows with images" in caught.value.asked and "use rows of text" in caught.value.do)
+    assert filtered or ("rows with images" in caught.value.asked and "rows of text" in caught.value.do)
 
 
 @pytest.mark.parametrize(("technique", "cut"), [(CudaGraphs(), False), (Wrap(), True)], ids=["recorded", "cut"])

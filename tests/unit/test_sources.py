@@ -238,7 +238,7 @@ def test_a_rate_far_too_high_stops_early(here, tokens, monkeypatch):
 def test_a_foreign_tokenizer(here, tokens):
     written(here / "a.jsonl", texts(0, 9))
     words = refused(tokens, "a.jsonl", vocab=100)
-    assert "a model of 100 tokens" in words and "a.jsonl" in words and "belongs to the model" in words
+    assert "the model has 100 tokens" in words and "a.jsonl" in words and "belongs to the model" in words
 
 
 def test_pairs_are_for_an_objective_that_compares(here, tokens):
@@ -409,9 +409,9 @@ def test_bad_rows_of_a_stream(here, tokens, monkeypatch):
     long = written(here / "long.jsonl", [*texts(0, 250), {"text": "long " * 200}])
     with pytest.raises(DataError, match=r"tokens at .*long\.jsonl:251"):
         read(tokens, str(long), stream=True, seq=64).train.read([0, 250])
-    with pytest.raises(DataError, match="a model of 100 tokens"):
+    with pytest.raises(DataError, match="the model has 100 tokens"):
         read(tokens, "a.jsonl", stream=True, vocab=100).train.read([0])
-    assert "a model of 100 tokens" in refused(tokens, "a.jsonl", stream=True, vocab=100, eval=0.01)
+    assert "the model has 100 tokens" in refused(tokens, "a.jsonl", stream=True, vocab=100, eval=0.01)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json", "a.csv"])
@@ -422,14 +422,14 @@ def test_files_of_which_no_row_can_be_read_alone(here, tokens, name):
         (here / name).write_text(json.dumps(texts(0, 3)) if name == "a.json" else "text\nsoup\n")
     assert len(read(tokens, name).train) > 0
     words = refused(tokens, name, stream=True)
-    assert name in words and "leave data.stream out" in words
+    assert name in words and "data.stream: false" in words
 
 
 def test_a_stream_whose_file_changed(here, tokens):
     path = written(here / "a.jsonl", texts(0, 30))
     live = read(tokens, "a.jsonl", stream=True).train
     path.write_text("")
-    with pytest.raises(DataError, match="moved or deleted"):
+    with pytest.raises(DataError, match="a row is missing"):
         live.read([7])
 
 

@@ -97,7 +97,7 @@ class Cleaned:
         taken = [f"{f['name']} {f['taken']:,}" for f in self.record["filters"] if f["taken"]]
         taken += [f"bad {self.record['bad']['rows']:,}"] if self.record["bad"]["rows"] else []
         stay = f"{self.record['kept']['rows']:,} of {self.record['rows']:,} rows remain"
-        return stay + (f"; taken by {', '.join(taken)}" if taken else "")
+        return stay + (f"; removed by {', '.join(taken)}" if taken else "")
 
 
 def clean_files(

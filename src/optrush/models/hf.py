@@ -242,7 +242,7 @@ class HFModel(nn.Module):
 
     @property
     def matrix_parameters(self) -> int:
-        """N_mm: number of weights of the blocks' matrices and the head; of experts those that a token is routed to."""
+        """N_mm: number of weights of the blocks' matrices, the head, and the experts of one token."""
         idle = ((1 - m.active / m.count) * m.weights for m in self._mixtures)
         return self._block_matrices - round(sum(idle)) + self.head.weight.numel()
 
@@ -344,7 +344,7 @@ def stored_names(folder: Path, hf_model: Any, buffers: Mapping[str, Tensor]) -> 
 
 
 def opened_on_meta(hf: HF) -> Any:
-    """Return transformers' model of a config.json without values."""
+    """Return transformers' model of a config.json on the meta device."""
     with torch.device("meta"):
         return _opened(None, hf, torch.float32)
 

@@ -29,7 +29,7 @@ BUCKET = 64  # a step reads a multiple of so many tokens of every slot: few shap
 
 @dataclass
 class Step:
-    """What the pass under way writes and reads, for all layers.
+    """The current pass' writes and reads, for all layers.
 
     target: (M,) int64, places of the cache, slot * C + position; slot S is never read.
     source: (M,) int64, the pass's token of each, counted over its rows; None: token by token.
@@ -92,7 +92,7 @@ class SlotCache:
     kernel: Callable[..., Tensor] | None = None  # of a step token by token
 
     def __init__(self, model: Decoder, slots: int, room: int) -> None:
-        """Raises NeedsError: a layer keeps other things of a sequence than keys and values."""
+        """Raises NeedsError: a layer keeps more of a sequence than keys and values."""
         check_cacheable(model)
         self.slots, self.room = slots, -(-room // BUCKET) * BUCKET
         self.step = Step(torch.zeros(0, dtype=torch.int64))

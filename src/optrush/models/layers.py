@@ -1,4 +1,4 @@
-"""Linears and norms that the blocks of our decoder are made of, each with the slot of its kernel.
+"""Linears and norms of our decoder's blocks, each with a kernel slot.
 
 Legend: as in `models/decoder.py`.
 """

@@ -30,7 +30,7 @@ PROMPTS = 8192  # tokens of prompts in one packed pass
 
 
 class PromptIds(NamedTuple):
-    """What is continued: its number in the run, which the draws depend on, and its token ids."""
+    """A prompt: its number in the run, which seeds the draws, and its token ids."""
 
     number: int
     ids: np.ndarray  # (n,) int
@@ -101,7 +101,7 @@ class AnswerEngine(Protocol):
 
     @property
     def note(self) -> str | None:
-        """Return what is to be known of how it samples; empty if nothing, or not yet."""
+        """Return a note on the sampling method; empty if there is none yet."""
 
     @property
     def weigh(self) -> Weigh | None: ...
@@ -114,7 +114,7 @@ class AnswerEngine(Protocol):
 
 
 class SamplingEngine:
-    """Slots of a model's sequences and what is known of each; on CUDA a step of all slots is one recorded graph.
+    """Slots of sequences and their states; on CUDA a step of all slots is one recorded graph.
 
     Memory: the cache, and 16 bytes a token of an answer and slot, for as long as the engine is kept.
     """

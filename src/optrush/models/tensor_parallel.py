@@ -1,4 +1,4 @@
-"""Cut a decoder over the ranks of one axis: heads, feed-forward width and vocabulary, and the collectives between them.
+"""Shard a decoder over the ranks of one axis: heads, feed-forward width and vocabulary, with the collectives.
 
 A weight becomes a DTensor, which says where this rank's piece lies in the whole: sharding, checkpoints and the weight
 map read that. Products get the piece itself, so that every kernel runs as it is. qkv and gate_up are cut by rows, into
@@ -52,7 +52,7 @@ class Axis:
         return self.mesh.get_local_rank()
 
     def enter(self, x: Tensor) -> Tensor:
-        """Take the stream into products cut by rows: (B, T/n, D) -> (B, T, D), in the products' type.
+        """Gather the stream for row-sharded matmuls: (B, T/n, D) -> (B, T, D), in the matmul dtype.
 
         The gradients of the ranks are summed on the way back.
         """
@@ -69,7 +69,7 @@ class Axis:
         return out
 
     def leave(self, x: Tensor) -> Tensor:
-        """Sum what the ranks' columns made, (B, T, D), and cut it along T: (B, T/n, D)."""
+        """Sum the ranks' partial outputs (B, T, D) and shard along T: (B, T/n, D)."""
         if self.sequence and torch.compiler.is_compiling():
             from torch.distributed._functional_collectives import reduce_scatter_tensor_autograd
 
@@ -134,7 +134,7 @@ def _split_linear(linear: Linear, dim: int, axis: Axis) -> None:
 
 @dataclass(frozen=True)
 class ByRows:
-    """The product of a linear cut by rows: the stream is gathered first."""
+    """The matmul of a row-sharded linear: the stream is gathered first."""
 
     inner: Product
     axis: Axis
@@ -145,7 +145,7 @@ class ByRows:
 
 @dataclass(frozen=True)
 class ByColumns:
-    """The product of a linear cut by columns: the ranks' products are summed, and the bias is added once."""
+    """The matmul of a column-sharded linear: the ranks' outputs are summed, and the bias is added once."""
 
     inner: Product
     axis: Axis
@@ -157,7 +157,7 @@ class ByColumns:
 
 @dataclass(frozen=True)
 class Lookup:
-    """The forward pass of an embedding cut by rows of the vocabulary."""
+    """The forward pass of an embedding sharded over the vocabulary."""
 
     embedding: nn.Embedding
     axis: Axis
@@ -177,7 +177,7 @@ def vocabulary(model: Decoder, axis: Axis) -> VocabularyPart:
 
 
 def partial_gradients(model: Decoder, axis: Axis) -> set[str]:
-    """Return the names of whole parameters of whose gradient each rank has a part.
+    """Return the names of whole parameters with partial gradients on each rank.
 
     Those of the query and key norms come from a rank's own heads, those of adapters from its own rows or columns; with
     `sequence` all others come from a rank's own tokens.

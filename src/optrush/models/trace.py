@@ -1,4 +1,4 @@
-"""Trace one block of each kind of a transformers model without values: what it keeps, multiplies, moves and starts.
+"""Trace one block of each kind of a transformers model without values: storages, matmuls, copies and launches.
 
 The class is built on the meta device, which gives every size. Then one block of each kind runs on fake tensors, while
 `saved_tensors_hooks` sees what autograd keeps and a dispatch mode sees which operator made it. Blocks run at two
@@ -62,7 +62,7 @@ class Mode(NamedTuple):
 
 @dataclass
 class Seen:
-    """What one block of a kind did: its storages in the order of their making, and which of them autograd keeps."""
+    """The trace of one block: its storages in order of creation, and which of them autograd keeps."""
 
     bytes: dict[int, int] = field(default_factory=dict)  # by number
     kind: dict[int, str] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class Tracer:
         self.watcher.seen[number].inputs[path] = -args[0].untyped_storage()._cdata if own is None else own
 
     def figures(self) -> dict[Mode, dict[int, Seen]]:
-        """Return what one block of each kind does in each mode."""
+        """Return the traces of one block of each kind in each mode."""
         found: dict[Mode, dict[int, Seen]] = {}
         for precision in PRECISIONS:
             with FakeTensorMode(allow_non_fake_inputs=True):

@@ -191,14 +191,14 @@ class Trainer:
     log_event: Callable[[dict[str, Any]], None] = lambda what: None
     """Logs an event of the run: a line of metrics.jsonl and of the screen."""
     adapters_disabled: Callable[[], AbstractContextManager[None]] | None = None
-    """Context manager that disables the adapters; None if the base model cannot be restored."""
+    """A `with` block that disables the adapters; None if the base model cannot be restored."""
     whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context manager with whole weights on every rank, kept across passes; all ranks enter it."""
+    """A `with` block with whole weights on every rank, kept across passes; all ranks enter it."""
     publish: Callable[[Path], bool] | None = None
     """Writes the trained weights to a folder for another program, on every rank; returns whether they are adapters.
     None outside a run."""
     evaluated_weights: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context manager with the weights to evaluate, such as averages."""
+    """A `with` block with the weights to evaluate, such as averages."""
     grad_sync: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
     """Wraps one micro-batch's forward and backward; with `last` gradients are summed over the data axes."""
     zero_grad: Callable[[], None] = None  # type: ignore[assignment]
