@@ -116,6 +116,10 @@ FAMILIES = {
     "phi3-plain": {**SIZES, "model_type": "phi3", "pad_token_id": None, "head_dim": 6, "num_attention_heads": 6},
     "glm4": {**SIZES, "model_type": "glm4", "pad_token_id": None, "partial_rotary_factor": 0.5, "rope_theta": 1000.0},
     "ernie4_5": {**SIZES, "model_type": "ernie4_5", "pad_token_id": None, "use_bias": True, "rope_theta": 5000.0},
+    "helium": {
+        **SIZES, "model_type": "helium", "pad_token_id": None, "head_dim": 6, "attention_bias": True, "mlp_bias": True,
+        "rope_theta": 5000.0,
+    },
     "exaone4": {
         **SIZES, "model_type": "exaone4", "pad_token_id": None, "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention"],

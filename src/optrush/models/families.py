@@ -457,6 +457,14 @@ FAMILIES: dict[str, FamilySpec] = {
         },
         qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", pairs=True,
     ),
+    "helium": FamilySpec(
+        "HeliumForCausalLM",
+        {
+            "num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-8,
+            "rope_theta": 100000.0,
+        },
+        qkv_bias="attention_bias", mlp_bias="mlp_bias", pairs=True,
+    ),
     "youtu": FamilySpec(
         "YoutuForCausalLM",
         {
