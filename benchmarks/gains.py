@@ -114,7 +114,7 @@ def alone(before: Record | QualityRecord, after: Record | QualityRecord) -> str:
     """
     old, new = before.config.get("with", {}), after.config.get("with", {})
     others = [ladder.flat_values(Config.model_validate(r.config)) for r in (before, after)]
-    if isinstance(after, Record) and after.longest_seq:  # each at its own longest row
+    if getattr(after, "longest_seq", None):  # each at its own longest row
         others = [{k: v for k, v in o.items() if k not in ladder.LOAD_KEYS} for o in others]
     more, gone = [n for n in new if n not in old], [n for n in old if n not in new]
     otherwise = [n for n in new if n in old and old[n] != new[n]]

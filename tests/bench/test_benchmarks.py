@@ -82,8 +82,8 @@ def test_every_rung_is_one_that_an_h200_takes(name, load, monkeypatch):
 
 
 def test_every_ladder_of_the_folder_is_looked_at():
-    # The last four read texts that are made first.
-    looked = {*CLIMBED, "chats", "loader", "proof-chats", "demo-ladder"}
+    # The last four read texts that are made first; a small model's adapters run on another load.
+    looked = {*CLIMBED, "small-adapters", "chats", "loader", "proof-chats", "demo-ladder"}
     assert {f.stem for f in FOLDER.glob("*.yaml") if "rungs:" in f.read_text()} == looked
 
 

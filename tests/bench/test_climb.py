@@ -72,7 +72,7 @@ def test_kernels_of_other_maths_are_held_against_the_first_of_their_own(
     assert all(r["proof"]["ok"] for r in told.values() if r["proof"])
     assert {n for n, r in told.items() if r["verdict"] == "red"} == set(red)
     for name, against in red.items():
-        assert len(told[name]["red"]) == 1 and f"from those of `{against}`, which promises" in told[name]["red"][0]
+        assert len(told[name]["red"]) == 1 and f"from `{against}`, which promises" in told[name]["red"][0]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_people_see_a_line_a_process_and_the_table(call: Call, fakes: Fakes) -> 
     ("does", "said"),
     further(
         [
-            ("kill", "killed by signal 9 (SIGKILL), most likely out of memory"),
+            ("kill", "killed by signal 9 (SIGKILL), most likely out of host memory"),
             ("refuse", "asked: a\nfound: b\ndo:    c"),
             ("hang", "still running after 2 s"),
             ("leave", "exit code 1: Something went wrong"),
@@ -210,7 +210,7 @@ def test_a_technique_that_cannot_be_taken_away(call: Call, fakes: Fakes, monkeyp
     monkeypatch.setattr(FusedLoss, "wants", frozenset({Part.OPTIMIZER}))
     found = climb(call)
     assert found.code == 0
-    assert "left out: `without fused-adamw`, for `fused-loss`: no technique sets the optimizer" in found.err
+    assert "skipped: `without fused-adamw`: `fused-loss`: no technique sets the optimizer" in found.err
     assert list(records(Path("out"))) == ["base", "adamw", "both", "without fused-loss"]
 
 
@@ -381,5 +381,5 @@ def test_reading_what_is_no_record(tmp_path: Path) -> None:
 
 def test_the_last_words_of_a_process() -> None:
     assert runner.cause_of_death(-11, "") == "killed by signal 11 (SIGSEGV)"
-    assert "most likely out of memory" in runner.cause_of_death(-9, "")
+    assert "most likely out of host memory" in runner.cause_of_death(-9, "")
     assert runner.cause_of_death(3, "one\n\ntwo\n") == "it ended without a result, exit code 3: one | two"

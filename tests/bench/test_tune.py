@@ -61,7 +61,7 @@ def test_the_fastest_setting_that_is_proved_is_written(
     said = outcomes(found)
     assert said["setting 2"].startswith("refused: wrong: losses differ by 0.00067 (relative) from `plain baseline`")
     assert said["setting 3"] == "refused: slower, 0.40x"
-    assert said["setting 4"].startswith("refused: killed by signal 9 (SIGKILL), most likely out of memory")
+    assert said["setting 4"].startswith("refused: killed by signal 9 (SIGKILL), most likely out of host memory")
     assert said["setting 5"] == "refused: asked: a found: b do: c"
     first = ["none", "none", "fused-adamw", "fused-loss", "recompute", "packing", "fused-adamw fused-loss"]
     assert fakes.started == [*first, "none", "fused-adamw"], "the others are not repeated"

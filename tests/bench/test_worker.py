@@ -119,7 +119,7 @@ def test_documents_are_the_baselines() -> None:
     assert worker.first_documents(same, decide(base), base, 2)[0][0] == first
     assert worker.proof_window(trainer, found, 1)[1] is None
     note = worker.proof_window(same, worker.first_documents(same, decide(base), longer, 2), 1)[1]
-    assert note == "no proof: the baseline's documents have up to 128 tokens, a row here 64"
+    assert note == "no proof: the baseline's documents have up to 128 tokens, a row here has 64"
 
 
 def test_a_model_that_drops_at_random_proves_nothing() -> None:

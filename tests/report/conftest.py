@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from optrush.report import bench as pages
+from optrush.report import page
 
 GIB = 2**30
 LOOKED_AT = ("test_a_ladder", "test_what_is_no_figure_is_a_dash", "test_a_run")  # whose pictures are drawn
@@ -20,7 +20,7 @@ LOOKED_AT = ("test_a_ladder", "test_what_is_no_figure_is_a_dash", "test_a_run") 
 def _pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures beside a page are empty where no test looks at them: they take longer than the page."""
     if request.node.originalname not in LOOKED_AT:
-        monkeypatch.setattr(pages, "png", lambda figure: b"")
+        monkeypatch.setattr(page, "png", lambda figure: b"")
 
 
 # rung, changes, tokens/s, peak GiB, predicted tokens/s, predicted peak GiB, verdict
