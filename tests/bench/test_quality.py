@@ -169,7 +169,7 @@ def test_what_is_held_out_is_checked_before_anything_runs(tmp_path: Path) -> Non
     own = ladder.Quality(score="number", samples=2)
     with pytest.raises(ConfigError, match=r"no `data\.eval`"):
         quality.check_quality(run(data={"random": 64}), ladder.Quality())
-    with pytest.raises(ConfigError, match="a share of the data"):
+    with pytest.raises(ConfigError, match="a fraction of the data"):
         quality.check_quality(run(), own)
     quality.check_quality(run(), ladder.Quality())
     path = chats(tmp_path / "held.jsonl", [*QUESTIONS[:2], ("and you?", "well")])
@@ -304,7 +304,7 @@ def test_a_failed_first_rung_gives_its_place_to_the_next(call: Call, told: Calla
 
 def test_an_interrupted_bench_goes_on(call: Call, told: Callable[..., list[str]]) -> None:
     first = bench(call, "--repeats", "1")
-    assert first.code == 0 and len(re.findall(r", seed \d+: begins, \d+ steps", first.err)) == len(RUNGS)
+    assert first.code == 0 and len(re.findall(r", seed \d+: starts, \d+ steps", first.err)) == len(RUNGS)
     told()
     assert "it has results of a bench" in bench(call, "--repeats", "2").err
     assert bench(call, "--repeats", "2", "--resume").code == 0
@@ -345,7 +345,7 @@ def test_a_stopped_bench_ends_the_runs_beside_each_other(monkeypatch: pytest.Mon
     [
         ("title: x\nrungs:\n  - name: a\n", (), "found: the rungs are timed"),
         (WHOLE + "    ranks: 2\n    with: {ddp: {}}\n", (), "found: `a` has several ranks"),
-        (WHOLE, ("--dry-run",), "remove --at-once"),
+        (WHOLE, ("--dry-run",), "leave --at-once out"),
     ],
 )
 def test_what_cannot_run_beside_others(

@@ -13,7 +13,12 @@ import pytest
 from optrush.report import page
 
 GIB = 2**30
-LOOKED_AT = ("test_a_ladder", "test_what_is_no_figure_is_a_dash", "test_a_run")  # whose pictures are drawn
+LOOKED_AT = (
+    "test_a_ladder",
+    "test_charts_of_odd_figures",
+    "test_what_is_no_figure_is_a_dash",
+    "test_a_run",
+)  # whose pictures are drawn
 
 
 @pytest.fixture(autouse=True)
