@@ -219,7 +219,7 @@ def test_a_model_without_such_linears(box, monkeypatch):
 @pytest.mark.parametrize(
     ("device", "with_", "sets", "text"),
     [
-        ("a100-80", {"bf16": {}, "compile": {}}, [], "from capability 8.9 on"),
+        ("a100-80", {"bf16": {}, "compile": {}}, [], "capability 8.9 or newer"),
         ("h200", {"compile": {}}, [], "weights and matmuls in float32"),
         ("h200", {"bf16": {}}, [], "no `compile`"),
         ("h200", {"amp": {}, "compile": {}}, ["batch.seq=49", "batch.tokens=784", "batch.micro_tokens=98"], "98 slots"),

@@ -84,9 +84,9 @@ def test_factors_near_one_are_not_rounded_away(box):
     ("options", "sets", "text"),
     [
         ({"targets": ["k_prj"]}, [], "did you mean `k_proj`"),
-        ({"targets": ["gate_proj"], "feedforward": ["gate_proj"]}, [], "one product makes gate_proj, up_proj"),
-        ({"feedforward": ["dwn_proj"]}, [], "dwn_proj is none of the targets"),
-        ({"feedforward": ["dwn_proj"]}, ["model.implementation=transformers"], "dwn_proj is none of the targets"),
+        ({"targets": ["gate_proj"], "feedforward": ["gate_proj"]}, [], "one matmul computes gate_proj, up_proj"),
+        ({"feedforward": ["dwn_proj"]}, [], "dwn_proj is not a target"),
+        ({"feedforward": ["dwn_proj"]}, ["model.implementation=transformers"], "dwn_proj is not a target"),
         ({"targets": ["k_proj"], "feedforward": ["down_proj"]}, [], "take some of k_proj, or add it to the targets"),
         ({"targets": ["c_attn"]}, ["model.implementation=transformers"], "no linear is called c_attn"),
         ({"init": "/nowhere"}, [], "no adapter_config.json there"),

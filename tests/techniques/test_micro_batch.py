@@ -246,7 +246,7 @@ def test_ranks_begin_again_with_smaller_ones(box, pair, data):
 
 def test_nothing_fits_on_ranks(box, pair):
     for said in pair(on_two, box, {"ddp": {}}, 0, 0):
-        assert f"steps of 1 row of {T} tokens" in said and "out of memory, before step 0" in said
+        assert f"micro-batches of 1 row of {T} tokens" in said and "out of memory, before step 0" in said
 
 
 @pytest.mark.parametrize("data", [{"ddp": {}}, {"fsdp": {}}], ids=str)
