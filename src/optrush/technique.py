@@ -584,7 +584,7 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
     spec = _described(tuple(techniques), env.spec.grouped_heads, env.shape.joined if env.shape else frozenset())
     claimed = frozenset(owners) | ({Part.PACKED_ROWS} if env.paired else set())
     if env.paired and env.shape is not None and not env.shape.separates:
-        raise NeedsError("rows of pairs", f"a {env.shape.family}, whose packed documents mix", "take objective: sft")
+        raise NeedsError("rows of pairs", f"{env.shape.family} models let packed documents mix", "use objective: sft")
     axes, sharded = mesh_axes(techniques, env.ranks), frozenset(axis for t in techniques for axis in t.shards)
     if (rollout := env.rollout) is not None and Part.PRECISION in claimed:
         rollout = replaced(rollout, slots=rollout.narrow)

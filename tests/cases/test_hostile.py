@@ -130,7 +130,7 @@ def test_values_that_are_right(changes: dict[str, Any], box: Box) -> None:
 # --- YAML
 
 TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "nested lists": ("model: " + "[" * 1000 + "]" * 1000, ("run.yaml:1", "more than 32 mappings and lists")),
+    "nested lists": ("model: " + "[" * 1000 + "]" * 1000, ("run.yaml:1", "more than 32 levels of nested mappings")),
     "nested mappings": ("".join(" " * i + "a:\n" for i in range(300)), ("run.yaml:32", "more than 32")),
     "never closed": ("{a: " * 20_000, ("run.yaml:1", "more than 32")),
     "a list as a key": ("seed: 1\n? [a, b]\n: 1", ("run.yaml:2", "a list or a mapping as a key", "give each key")),

@@ -264,7 +264,7 @@ def test_a_tokenizer_that_changed_since(base: Base, tmp_path: Path) -> None:
     run = trained(tmp_path / "run", folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     refused = optrush("export", run, "--out", tmp_path / "out")
-    assert refused.code == 2 and "the model's chat template changed since" in refused.err
+    assert refused.code == 2 and "the model's chat template changed" in refused.err
     assert not (tmp_path / "out").exists()
 
 

@@ -94,7 +94,7 @@ def test_chatml_without_its_tokens(call: Call, write: Write, changes: dict[str, 
     [
         ('["<a> "]', ("white space", "remove it")),
         ('["in"]', ("a word of this tokenizer's vocabulary", "<|im_start|>")),
-        ("[7]", ("`model.add_tokens.0`", "7", "give a text")),
+        ("[7]", ("`model.add_tokens.0`", "7", "give text")),
     ],
 )
 def test_tokens_that_are_refused(

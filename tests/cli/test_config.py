@@ -26,7 +26,6 @@ from optrush.foreign_keys import TOOLS, foreign_spelling
 from optrush.models.source import locate
 from optrush.technique import instantiate
 from optrush.techniques import ALL
-from optrush.trainer.trainer import idle_settings
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 SMALLEST = "model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: out\n"
@@ -324,23 +323,3 @@ def test_a_revision_is_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert asked[0][0] == "org/name" and asked[0][1]["revision"] == "v2"
     with pytest.raises(ConfigError, match="not a hub id"):
         locate(run(sets=["model.revision=v2"]))
-
-
-@pytest.mark.parametrize(("train", "overwrites"), [
-    ("{clean: true}", True), ("{clean: false}", False), ("{overwrite: true}", True), ("{}", False),
-    ("{clean: true, overwrite: true}", True),
-])  # fmt: skip
-def test_the_old_name_of_overwrite(train: str, overwrites: bool) -> None:
-    """It is read, said, and not written again."""
-    text = f"model: tiny\nobjective: sft\ndata: {{sample: recipes}}\noutput: o\ntrain: {train}\n"
-    config = parse_config(text, "run")
-    assert config.train.overwrite is overwrites and "clean" not in dump_config(config)
-    said = [note for note in idle_settings(config, 10, False) if "use train.overwrite" in note]
-    assert len(said) == ("clean" in train)
-
-
-def test_both_names_of_overwrite() -> None:
-    text = "model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: o\n"
-    text += "train: {clean: true, overwrite: false}\n"
-    with pytest.raises(ConfigError, match="its old name and has the opposite value"):
-        parse_config(text, "run")

@@ -142,7 +142,7 @@ def test_what_is_read_is_not_written_over(call: Call, recipes: Path) -> None:
 BAD_FILES = {
     "lines.jsonl": (
         b'{"text": "a"}\n{"text": 1}\n{"text": "b"\n\n{"messages": [{"role": "user"}]}\n[1]\n\xff\n{"x": 1}\n',
-        {2: "text is a number", 3: "not valid JSON", 4: "an empty line", 5: "has no 'content'", 6: "a list where",
+        {2: "text is a number", 3: "not valid JSON", 4: "an empty line", 5: "has no 'content'", 6: "a list instead",
          7: "invalid UTF-8", 8: "no known format"}, 8,
     ),
     "cells.csv": (b"prompt,completion\na,b\nc\n", {2: "1 cells for 2 columns"}, 2),
@@ -290,6 +290,8 @@ def test_killed_in_the_middle(call: Call, here: Path, moment: str) -> None:
     while moment == "workers measure" and not any(map(_reads_rows, workers)):
         assert process.poll() is None
         time.sleep(0.02)
+    process.send_signal(signal.SIGSTOP)
+    workers = _children(process.pid)  # all of them: each holds the lock of the folder
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not Path("out").exists()

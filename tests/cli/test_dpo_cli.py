@@ -149,7 +149,7 @@ def test_a_streamed_run_with_an_adapter(call: Call, write: Write, here: Path) ->
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "its block elsewhere": ({"objective": "sft", "dpo": {}}, ("`dpo` with `objective: sft`", "does not use it")),
     "another's section": (preferences(orpo={}), ("`orpo` with `objective: dpo`", "this objective does not use it")),
-    "conversations, for another": ({"objective": "simpo"}, ("`objective: simpo`", "chat.jsonl:1 that is no pair")),
+    "conversations, for another": ({"objective": "simpo"}, ("`objective: simpo`", "chat.jsonl:1 is not a pair")),
     "cut answers, for another": (
         preferences(objective="orpo", data={"too_long": "split"}), ("`objective: orpo`", "too_long: error or drop"),
     ),

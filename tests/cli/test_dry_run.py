@@ -355,5 +355,5 @@ def test_another_model(call: Call, write: Write, model: Path, here: Path) -> Non
     """A tokenizer with tokens that the model lacks is refused here too."""
     edited(model, here / "m", vocab_size=100)
     found = call("train", write(model="m"), "--dry-run")
-    assert found.code == 2 and "a model of 100 tokens" in found.err
+    assert found.code == 2 and "but the model has 100 tokens" in found.err
     assert base()["model"] == "tiny"

@@ -190,7 +190,7 @@ def test_what_a_prompt_is(here: Path) -> None:
     texts = list(prompts(here / "t.jsonl", plain=True))
     assert [p.asked for p in texts] == ["Chop"] * 3
     assert [p.reference for p in texts] == [None, " it", None]
-    with pytest.raises(DataError, match="no text is"):
+    with pytest.raises(DataError, match="a conversation, not a text"):
         list(prompts(here / "p.jsonl", plain=True))
     bad = ({"messages": []}, {"messages": [{"role": "assistant", "content": "A"}]}, {"prompt": ""}, {"question": "?"},
            {"messages": [{"role": "robot", "content": "A"}]})  # fmt: skip
@@ -204,7 +204,7 @@ def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
     write_rows(here / "p.jsonl", [{"messages": [USER]}])
     some = ("tiny", "--prompts", "p.jsonl", "--out", "a.jsonl")
     assert "no MODEL" in refused(call) and "no MODEL" in refused(call, "tiny", "--prompts", "p.jsonl")
-    assert "one other model" in refused(call, *some, "--base", "--against", "tiny")
+    assert "each names the other model" in refused(call, *some, "--base", "--against", "tiny")
     assert "its base model is unknown" in refused(call, *some, "--base")
     assert "rows from none.jsonl\nfound: no such file" in refused(
         call, "tiny", "--prompts", "none.jsonl", "--out", "a.jsonl"

@@ -54,6 +54,6 @@ def test_what_does_not_fit(
     monkeypatch.setattr(run, "_largest_step", full)
     found = call("train", write(batch={"micro_tokens": micro}))
     assert found.code == 2
-    assert f"steps of {micro // 128} row" in found.err and "out of memory, before step 0: CUDA out" in found.err
+    assert f"micro-batches of {micro // 128} row" in found.err and "out of memory, before step 0: CUDA out" in found.err
     assert "Tried to allocate 3.00 GiB" in found.err and way in found.err
     assert not (here / "out").exists()

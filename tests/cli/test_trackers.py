@@ -41,7 +41,7 @@ def test_one_key_or_several(write: Write, here: Path) -> None:
         ({"name": "mlflow", "url": "x"}, "`tracker.url`", "no such key", "did you mean `uri`?"),
         ({"project": "p"}, "`tracker.name`", "it is missing", "add `tracker.name:`"),
         ("mlflow", "`tracker: mlflow`", "MLFLOW_TRACKING_URI", "tracker.offline: true"),
-        ({"name": "mlflow", "uri": "http://h", "offline": True}, "`tracker.offline: true`", "`tracker.uri`", "leave"),
+        ({"name": "mlflow", "uri": "http://h", "offline": True}, "`tracker.offline: true`", "`tracker.uri`", "remove"),
         ({"name": "mlflow", "uri": "sqlite:///a.db"}, "`tracker: mlflow`", "sqlite:///a.db", "tracker.offline: true"),
         ({"name": "mlflow", "uri": "http://u:c4n4ry@h"}, "`tracker.uri`", "a user or password", "remove it"),
         ({"name": "mlflow", "uri": "http://h/?t=c4n4ry"}, "`tracker.uri`", "more than host and path", "environment"),

@@ -160,7 +160,8 @@ VALUES: dict[str, Case] = {
         ("do:    check the name", "a plan only needs its config.json", "built-in shapes: meta-llama/Llama-3."),
     ),
     "hub id of a neighbour": (
-        {"model": "mistralai/Mistral-Large-Instruct-2407"}, [], ("do:    check the name and", "stored here of "),
+        {"model": "mistralai/Mistral-Large-Instruct-2407"}, [],
+        ("do:    check the name and", "built-in shapes: mistralai/"),
     ),
     "hub id like none": ({"model": "x9/zz"}, [], ("a plan only needs its config.json)",)),
     "hub id without its owner": ({"model": "qwen2.5-7b"}, [], ("a hub id such as `Qwen/Qwen2.5-7B`, or `tiny`",)),
@@ -193,7 +194,7 @@ VALUES: dict[str, Case] = {
     ),
     "all rows dropped": (
         {"batch": {"seq": 4, "tokens": 4}, "data": {"too_long": "drop"}}, [],
-        ("chat.jsonl", "no sample from 9 rows", "raise batch.seq"),
+        ("chat.jsonl", "nothing is left of 9 rows: 9 were longer than 4 tokens", "raise batch.seq"),
     ),
     # techniques
     "unknown technique": (
@@ -221,7 +222,7 @@ VALUES: dict[str, Case] = {
     "with no mapping": ({"with": ["packing"]}, [], ("`with`", "['packing']", "give a mapping {KEY: VALUE}")),
     "amp with bf16": (
         {"with": {"amp": {}, "bf16": {}}}, [],
-        ("`amp` with `bf16`", "both own the dtype of matmuls", "take one: --without amp or --without bf16"),
+        ("`amp` with `bf16`", "both own the dtype of matmuls", "turn one off: --without amp or --without bf16"),
     ),
     "ddp with fsdp": (
         {"with": {"ddp": {}, "fsdp": {}}}, ["--ranks", "2"],
@@ -396,7 +397,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "questions": ('{"image": "a.png", "question": "Hm?", "answer": "Hm"}', ("images with captions",)),
     "files": ('{"file_name": "a.png", "caption": "Hm"}', ("images with captions", "init --data FOLDER")),
     "descriptions": ('{"images": ["a.png"], "description": "Hm"}', ("images with captions", "metadata.csv")),
-    "neither": ('{"prompt": "Hm"}', ("neither 'text' nor 'messages'", "'prompt'")),
+    "neither": ('{"prompt": "Hm"}', ("no known format: the row has 'prompt'",)),
     "null": ('{"text": null}', ("text is null, not a string",)),
     "empty line": ("", ("an empty line",)),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_layers_read_the_last_one_of_their_kind() -> None:
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers 3, of 4 layers"),  # none of the kind of layer 1 before
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers -1"),
         ({"global_head_dim": 7}, "heads of 7 values"),
-        ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "4 heads of 16 values, and 3 of keys"),
+        ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "4 heads of 16 values, and 3 key/value heads"),
         ({"per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 8}}}, "per_layer_config"),
         ({"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config"),
         ({"per_layer_config": {"1": {"intermediate_size": 16}}}, "per_layer_config"),
@@ -253,7 +254,7 @@ def test_techniques_that_do_not_reach_it(wide: Path, with_: dict[str, Any], hard
     config = golden_run(wide, sets=sets, **with_, **({} if "muon" in with_ else {"bf16": {}}))
     with pytest.raises((NeedsError, ConflictError)) as error:
         search.predict(config, hardware)
-    assert {"layers", "gelu"} & {*error.value.found.replace(",", " ").split()}, error.value
+    assert re.search(r"\b(layers|gelu)\b", error.value.found), error.value
     assert parse_hardware(hardware)
 
 

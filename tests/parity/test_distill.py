@@ -421,4 +421,4 @@ def test_the_plan_and_the_dry_run_count_what_is_stored(folder, tmp_path):
     size = stored_tokens.record_type(K, 4).itemsize
     assert facts["disk"]["stored_tokens_bytes"] == size * int(assembled(config).stream.source.targets().sum())
     assert decide(config).env.teacher.record_bytes == size
-    assert "likeliest tokens" in dry_run_text(facts, config, [])
+    assert "its most likely tokens for each target" in dry_run_text(facts, config, [])

@@ -136,7 +136,7 @@ def test_keys_of_long_positions_and_of_multipliers(tmp_path: Path, tokenizer: An
         ("cohere2", {"layer_types": ["sliding_attention", "full_attention"] * 2}, "layers 1, 3 without rotary"),
         ("olmo2", {"attention_bias": True}, "linears with biases"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "layers 1 without rotary embedding, llama.cpp expects every fourth"),
-        ("olmo2", {"rope_parameters": FAMILIES["llama"]["rope_parameters"]}, "files of olmo2 get default, linear"),
+        ("olmo2", {"rope_parameters": FAMILIES["llama"]["rope_parameters"]}, "files of olmo2 support default, linear"),
     ],
 )  # fmt: skip
 def test_what_an_architecture_there_does_not_have_is_refused(

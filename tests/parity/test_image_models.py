@@ -374,7 +374,7 @@ def test_images_that_read_both_ways(kind: str, layers: str, tmp_path: Path, monk
         theirs = sight.theirs(**sight.alone(sight.document(2)), use_cache=False).logits[0]
         torch.testing.assert_close(sight.ours.head.logits(want)[0, : len(theirs)], theirs, rtol=1e-4, atol=2e-5)
     if layers != "none":
-        with pytest.raises(NeedsError, match="images whose placeholders read each other"):
+        with pytest.raises(NeedsError, match="bidirectional attention between image tokens"):
             sight.ours.set_attention("varlen")
 
 

@@ -161,13 +161,13 @@ def test_a_plan_needs_the_sizes_only() -> None:
 
 
 REFUSED = [
-    ("tensor:size=2", "latent attention, whose matrices it does not reach", 2),
-    ("pipeline:size=2", "latent attention, whose matrices it does not reach", 2),
-    ("context:size=2", "latent attention, whose matrices it does not reach", 2),
-    ("fp8", "latent attention, whose matrices it does not reach", 1),
-    ("muon", "latent attention, whose matrices it does not reach", 1),
-    ("cuda-graphs", "latent attention, whose matrices it does not reach", 1),
-    ("fused-kernels:mlp=quack", "latent attention, whose matrices it does not reach", 1),
+    ("tensor:size=2", "latent attention, whose matrices it does not support", 2),
+    ("pipeline:size=2", "latent attention, whose matrices it does not support", 2),
+    ("context:size=2", "latent attention, whose matrices it does not support", 2),
+    ("fp8", "latent attention, whose matrices it does not support", 1),
+    ("muon", "latent attention, whose matrices it does not support", 1),
+    ("cuda-graphs", "latent attention, whose matrices it does not support", 1),
+    ("fused-kernels:mlp=quack", "latent attention, whose matrices it does not support", 1),
     ("fused-kernels:rope=true", "by several matmuls, through latents", 1),
     ("attention:impl=fa4", "query and key heads of 192, value heads of 128", 1),
     ("attention:impl=cudnn", "query and key heads of 192, value heads of 128", 1),

@@ -315,7 +315,7 @@ def test_a_config_that_says_nothing_or_another_thing(folders, tmp_path):
     shutil.rmtree(silent)
     odd = changed(folders, tmp_path, config_edit=lambda hf: hf.update(quantization_config=["nf4"]))
     for with_, kind in (({"nf4": {}, "lora": {}}, ConfigError), ({}, NeedsError)):
-        with pytest.raises(kind, match="no mapping"):
+        with pytest.raises(kind, match="not a mapping"):
             decide(run(odd, tmp_path / "run", **with_))
 
 

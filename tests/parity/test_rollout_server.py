@@ -255,7 +255,7 @@ def moved(n: int, by: float, seed: int = 0) -> torch.Tensor:
     ("server", "adapter", "found"),
     [
         (0.01, 0.0, ""), (0.01, 0.002, ""), (0.01, 0.05, ""),  # as of the base at first, then told apart
-        (0.3, 0.0, "in the mean"), (0.01, 0.5, ""),
+        (0.3, 0.0, "per token on average"), (0.01, 0.5, ""),
         ("base", 0.05, "the base model without the adapter"), ("base", 0.5, "the base model without the adapter"),
         ("base", 0.002, ""),  # not to be told apart yet
     ],

@@ -313,7 +313,7 @@ def test_settings(run: Run, settings: dict[str, Any], asked: str, found: str) ->
 def test_nothing_left(run: Run) -> None:
     with pytest.raises(DataError) as error:
         run(["a", "b"], chars=(5, None))
-    assert error.value.found == "0 of 2 rows stay; removed by chars 2"
+    assert error.value.found == "0 of 2 rows remain; removed by chars 2"
 
 
 # --- bad rows

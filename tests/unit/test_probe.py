@@ -91,7 +91,7 @@ BARE = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{
 def test_two_bos(tokenizer, row, template, who):
     with pytest.raises(DataError, match=r"two of them; at d.jsonl:2: '<\|bos\|><\|bos\|>") as caught:
         masked(Tokens(tokenizer, template), [Completion("Two ", "eggs."), row])
-    assert caught.value.asked == "to begin a document with one <|bos|>" and f"the {who} writes" in caught.value.do
+    assert caught.value.asked == "to begin a document with one <|bos|>" and f"the {who} adds one" in caught.value.do
 
 
 def test_a_template_that_changes_earlier_turns(tokenizer):

@@ -109,7 +109,7 @@ def test_rope_that_our_decoder_lacks():
     assert "'proportional'" in native_obstacle(foreign)
     with pytest.raises(NeedsError, match=r"default, linear, llama3(.|\n)*implementation: transformers"):
         ModelShape.read(foreign)
-    with pytest.raises(NeedsError, match="known here: default, linear, llama3"):
+    with pytest.raises(NeedsError, match="supported: default, linear, llama3"):
         native_obstacle({**TINY, "rope_scaling": {"rope_type": "yran", "factor": 4.0}})
     for given, found in (
         ({"rope_type": "linear"}, "factor is None"), ({"rope_type": "dynamic"}, "factor is None"),

@@ -250,7 +250,7 @@ def test_pairs_are_for_an_objective_that_compares(here, tokens):
 
 def test_nothing_left(here, tokens):
     written(here / "a.jsonl", texts(0, 9))
-    assert "no sample from 9 rows" in refused(tokens, "a.jsonl", seq=4, too_long="drop")
+    assert "nothing is left of 9 rows" in refused(tokens, "a.jsonl", seq=4, too_long="drop")
 
 
 def test_rows_without_their_end_are_counted_over_all(here, tokens):

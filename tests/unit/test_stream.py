@@ -332,7 +332,7 @@ def test_live_rows_need_a_number_of_steps_and_something_in_them():
         def read(self, numbers):
             return SampleChunk([], len(numbers))
 
-    with pytest.raises(DataError, match="no sample"):
+    with pytest.raises(DataError, match="no row gives a sample"):
         next(LiveStream(Empty([3, 4]), Packed(), T=T, rows=1, seed=0).run(
             live.plan(steps=1), 0, rank=0, ranks=1, micro_rows=1, loading=Loading()
         ))  # fmt: skip

@@ -243,7 +243,7 @@ def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[
 
 def obstacle(config: Config, base: Path | None, hf: Any) -> DataError | None:
     """Return the error of rows with images, from the configuration and the base's config.json; None: they are read."""
-    asked, text = "to train on rows with images", "take rows of text"
+    asked, text = "to train on rows with images", "use rows of text"
     if base is None or hf is None:
         found = "a model without a folder: its tower has no weights"
         return DataError(asked, found, f"name one (model.path), or {text}")

@@ -446,7 +446,7 @@ def _teacher(teacher: Teacher, shape: ModelShape) -> Iterator[Rule]:
     yield ledger.add(ledger.at_head("compared", why, 4 * shape.vocab, "wide", most_tokens=chunk))
     yield ledger.head_gradient()
     if teacher.stored is not None:
-        why = f"the teacher's {teacher.stored} likeliest tokens of each, as many bytes a target on the disk"
+        why = f"the teacher's {teacher.stored} most likely tokens for each target, which take the same bytes on disk"
         yield ledger.add(Line("teacher.stored", why, teacher.record_bytes, "byte", "always", True))
         return
     if teacher.shape is None:

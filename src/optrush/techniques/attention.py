@@ -191,7 +191,7 @@ def _pairs(env: Environment) -> float:
 def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
     """Require a kernel that has the windows, the sinks and the widths of the model."""
     asked, s = f"`attention:impl={impl}`", env.shape
-    found = "images whose placeholders read each other, those behind them too"
+    found = "bidirectional attention between image tokens"
     yield Requirement(impl in ("masked", "sdpa") or not env.mutual, asked, found, "take impl=sdpa")
     if s is not None and s.window is not None and s.window < env.seq:
         found = f"a sliding window of {s.window} tokens in some layers, and rows of {env.seq}"

@@ -35,7 +35,7 @@ class Bf16(Technique):
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
 
     name = "bf16"
-    summary = "weights, gradients and states in bf16, rounded stochastically, to nearest or with Kahan summation"
+    summary = "weights, gradients and states in bf16; stochastic, nearest or Kahan rounding of the weights"
     source = "https://arxiv.org/abs/1905.12322"
     numerics = Numerics.DIFFERENT_MATHS
     claims = frozenset({Part.PRECISION, Part.WEIGHTS})

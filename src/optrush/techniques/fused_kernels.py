@@ -58,7 +58,7 @@ class FusedKernels(Technique):
     rope: bool = False
 
     name = "fused-kernels"
-    summary = "gated activation in one kernel, recomputed in the backward pass; optionally norms and rotation"
+    summary = "gated activation in one kernel, recomputed in backward; optionally norms and rotation"
     source = "https://arxiv.org/abs/2410.10989"
     numerics = Numerics.SAME_MATHS
 

@@ -60,7 +60,7 @@ class Lora(Technique):
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     name = "lora"
-    summary = "frozen model with low-rank adapters on its linears; rsLoRA, DoRA, LoRA+, PiSSA; PEFT's files"
+    summary = "frozen model, low-rank adapters on its linears; rsLoRA, DoRA, LoRA+, PiSSA; PEFT's files"
     source = "https://arxiv.org/abs/2106.09685"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/parity/test_peft.py"

@@ -61,7 +61,7 @@ class Nf4(StoredInBits):
     experts: Literal["nf4", "mxfp4"] = "nf4"
 
     name = "nf4"
-    summary = "frozen linears in 4-bit NormalFloat under adapters (QLoRA), byte-compatible with bitsandbytes"
+    summary = "frozen 4-bit NormalFloat linears under adapters (QLoRA), byte-compatible with bitsandbytes"
     source = "https://arxiv.org/abs/2305.14314"
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
@@ -85,7 +85,7 @@ class Nf4(StoredInBits):
         """Remove `quantization_config`: exports are not quantized."""
         stored = hf.get("quantization_config") or {}
         if not isinstance(stored, dict):
-            raise ConfigError("`quantization_config` of config.json", f"{stored!r}, no mapping", "download it again")
+            raise ConfigError("`quantization_config` of config.json", f"{stored!r}, not a mapping", "download it again")
         if self.experts == "mxfp4" and stored.get("quant_method") != "mxfp4":
             found = f"a checkpoint {'quantized by another method' if stored else 'of dense weights'}"
             raise ConfigError("`nf4:experts=mxfp4`", found, "leave experts=mxfp4 out")
@@ -99,7 +99,7 @@ class Nf4(StoredInBits):
         there = bool(stored.get("bnb_4bit_use_double_quant"))
         if there != self.double:
             found = f"weights quantized {'with' if there else 'without'} it"
-            raise ConfigError(f"`nf4:double={self.double}`", found, f"take --with nf4:double={str(there).lower()}")
+            raise ConfigError(f"`nf4:double={self.double}`", found, f"use --with nf4:double={str(there).lower()}")
         del hf["quantization_config"]
         return 1
 

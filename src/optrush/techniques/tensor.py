@@ -42,7 +42,7 @@ class TensorParallel(Technique):
     sequence: bool = True
 
     name = "tensor"
-    summary = "tensor parallelism: matrices sharded over ranks that share rows, the residual stream along T"
+    summary = "tensor parallelism: matrices sharded over ranks with the same rows, residual stream along T"
     source = "https://arxiv.org/abs/1909.08053"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.TP})

@@ -685,7 +685,7 @@ class Session:
             try:
                 run = load_run(self.output)
                 if (off := off_plan(run, self.trainer.world.ranks)) and not any(
-                    "off_plan" in note for note in run.notes
+                    ": off plan: " in note for note in run.notes
                 ):
                     self.meter.write({"step": self.meter.last or self.plan.done, "off_plan": off})
                 write_run(self.output, self.trainer.world.ranks)
