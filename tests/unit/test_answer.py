@@ -205,7 +205,7 @@ def test_a_method_that_the_model_has_not(monkeypatch: pytest.MonkeyPatch) -> Non
     for left in ({"method": "auto"}, {"with": {}}):
         found = answer.answer(run("narrow", **left), "h100")
         assert found.best is not None and found.best.method == "full"
-        assert [way.method for way in found.ways if "multiples of 64" in way.refused] == ["qlora"]
+        assert [way.method for way in found.ways if "a block of 64 cannot cross rows" in way.refused] == ["qlora"]
         lines = _answer_lines(run("narrow"), "h100", found, None)
         assert any("refused: experts with rows of 2048 and 96 values" in line for line in lines)
     assert decide(run("narrow", method="auto"), device=hardware.NAMED["h100"]).config.method == "full"
