@@ -183,18 +183,18 @@ def test_every_form_names_its_image(row: dict[str, Any], images: list[Any]) -> N
                     ANSWER,
                 ]
             },
-            "messages[0].content[0] has 'image_url', which is not understood",
+            "messages[0].content[0] has 'image_url', which is not supported",
         ),
-        ({"text": "<image> a", "image_path": "a"}, "the row has 'image_path', which is not understood"),
+        ({"text": "<image> a", "image_path": "a"}, "the row has 'image_path', which is not supported"),
         (
             {"prompt": "<image>", "chosen": "b", "rejected": "c", "image_url": "a"},
-            "'image_url', which is not understood",
+            "'image_url', which is not supported",
         ),
         ({"prompt": "<image>", "completion": "c", "image_url": "a"}, "1 in 'image_url'; places for them in its turns"),
-        ({"messages": [asked(), ANSWER], "videos": ["a"]}, "the row has 'videos', which is not understood"),
-        ({"text": "a", "images": ["a"]}, "the row has 'images', which is not understood"),
+        ({"messages": [asked(), ANSWER], "videos": ["a"]}, "the row has 'videos', which is not supported"),
+        ({"text": "a", "images": ["a"]}, "the row has 'images', which is not supported"),
         ({"prompt": "<image>", "completion": "a", "images": ["a"]}, "places for them in its turns (<image>): 0"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a"]}, "'images', which is not understood"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a"]}, "'images', which is not supported"),
     ],
 )
 def test_what_names_none(row: dict[str, Any], reason: str) -> None:

@@ -888,7 +888,7 @@ def _content(found: Any, name: str, unread: set[str], pictures: list[Picture] | 
 def _refuse(found: dict[str, Any], keys: tuple[str, ...], name: str, do: str = "") -> None:
     for key in keys:
         if found.get(key):  # null, empty, false: counts as no key
-            raise _Bad(f"{name} has {key!r}, which is not understood and must not be dropped silently", do)
+            raise _Bad(f"{name} has {key!r}, which is not supported", do)
 
 
 def _decoded(found: str, name: str) -> Any:
