@@ -36,7 +36,7 @@ LINES = {
     "trainer": 7920,
     "models": 9060,
     "techniques": 5825,
-    "kernels": 4930,
+    "kernels": 4926,
     "top": 6605,
     "cli": 4505,
     "planner": 4580,

@@ -26,8 +26,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from calls import call as call
 from meshes import further
-from optrush.cli import app
 from optrush.config import parse_config
 from optrush.data import chat_template, mask
 from optrush.data.chat_template import Tokens
@@ -100,23 +100,6 @@ def read(tiny_home: Path, objective: str = "sft", **data: Any) -> Any:
     """The sources of a run."""
     run = config(tiny_home, objective, **data)
     return read_sources(run, open_tokens(run, Path(run.model.path)), VOCAB)
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """`optrush ARGUMENTS` in this process: exit code, standard output, standard error."""
-
-    def called(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["optrush", *arguments])
-        code = 0
-        try:
-            app.main()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        return code, *capsys.readouterr()
-
-    return called
 
 
 def run_file(**changes: Any) -> str:

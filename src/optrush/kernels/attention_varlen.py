@@ -21,7 +21,6 @@ from optrush.data.batch import Documents
 # torch 2.11 needs as many key/value heads as query heads, later versions group them. Checked at import: inspecting a
 # signature inside a compiled block would break its graph.
 GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-BOTH_WAYS: dict[str, Any] = {"window_size": (-1, -1)}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None = None) -> Tensor:
@@ -43,7 +42,8 @@ def attend_from(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
     """Attend in both directions within documents: q, k and v (N, H, E), starts (documents + 1,) int32 -> (N, H, E)."""
-    out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), starts, starts, longest, longest, **BOTH_WAYS)
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, -1))
     assert isinstance(out, Tensor)
     return out
 
