@@ -58,7 +58,7 @@ def test_the_example_learns_which_answer_is_better(call: Call, here: Path) -> No
         assert margin == pytest.approx(chosen - rejected, abs=1e-4) and 0 <= accuracy <= 1
     assert "pairs right" in found.err and (here / "out" / "report.html").is_file()
     page = (here / "out" / "report.html").read_text()
-    assert "Reward margin" in page and "a pair" in page and "nats a target token" not in page
+    assert "Reward margin" in page and "a pair" in page and "nats per target token" not in page
     measured = json.loads(call("eval", "dpo.yaml", "--model", "out/model", "--json").out)
     assert measured["loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
     assert measured["target_tokens"] == last["eval_target_tokens"] and measured["documents"] == 20

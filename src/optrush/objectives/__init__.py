@@ -42,7 +42,7 @@ def unit(config: Config) -> str:
     if config.loss is not None:
         return f"{config.loss.use}, {'a pair' if config.paired else 'a target token'}"
     of = {JUDGED: "a judged answer", "grpo": "a sampled token, weighted by its advantage"}
-    return of.get(config.objective, "a pair" if config.paired else "nats a target token")
+    return of.get(config.objective, "a pair" if config.paired else "nats per target token")
 
 
 def learnt(config: Config) -> str:
