@@ -645,8 +645,7 @@ def parse_yaml(text: str, where: str, own: bool = False) -> tuple[dict[str, Any]
             too deep.
     """
     if len(text) > LONGEST_YAML and not own:
-        found = f"{len(text):,} characters; the limit is {LONGEST_YAML:,}"
-        raise ConfigError(where, found, ELSEWHERE)
+        raise ConfigError(where, f"{len(text):,} characters; the limit is {LONGEST_YAML:,}", ELSEWHERE)
     try:
         node = yaml.compose(text, Loader=_OwnLoader if own else _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: the digits of a directive
@@ -727,8 +726,7 @@ def _plain(node: yaml.Node, path: Keys, where: str, lines: dict[Keys, int]) -> A
         place = f"{where}:{line}: `{'.'.join(map(str, path))}`" if path else "a value of a flag"
         raise ConfigError(place, found, do)
     if isinstance(value, str) and ("\0" in value or (not value.isascii() and _UNPAIRED.search(value))):
-        found = f"{value!r}, which no file or path can contain"
-        raise ConfigError(f"{where}:{line}", found, "remove that character")
+        raise ConfigError(f"{where}:{line}", f"{value!r}, which no file or path can contain", "remove that character")
     return value if isinstance(value, str | int | float | bool | None) else str(node.value)
 
 

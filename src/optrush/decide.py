@@ -770,8 +770,7 @@ def _sizes(config: Config, hf: dict[str, Any], student: dict[str, Any]) -> Teach
         check_positions(text_config(hf), config.batch.seq, f"`batch.seq: {config.batch.seq}`, `distill.teacher`")
     asked, vocab = config.distill.store, min(int(of.get("vocab_size") or 0) for of in (text_config(hf), student))
     if asked is not None and asked > vocab:
-        found = f"a vocabulary of {vocab}"
-        raise ConfigError(f"`distill.store: {asked}`", found, "take fewer: 64 is usual")
+        raise ConfigError(f"`distill.store: {asked}`", f"a vocabulary of {vocab}", "take fewer: 64 is usual")
     return Teacher(known, 2 if config.distill.dtype == "bfloat16" else 4, config.distill.chunk, asked)
 
 

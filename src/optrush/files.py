@@ -82,8 +82,7 @@ def read_file(path: Path | str) -> bytes:
     """Return the bytes of a regular file; raises like `open_file`, and above MOST_READ_bytes."""
     with open_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MOST_READ_bytes:
-            found = f"{size:,} bytes; the limit is {MOST_READ_bytes:,}"
-            raise NotRegularError(f"{path}", found, "use a smaller file")
+            raise NotRegularError(f"{path}", f"{size:,} bytes; the limit is {MOST_READ_bytes:,}", "use a smaller file")
         held: bytes = file.read()
     return held
 
@@ -99,8 +98,7 @@ def config_text(path: Path) -> str:
         return read_text(path)
     except (FileNotFoundError, NotADirectoryError, NotRegularError) as error:
         found = error.strerror if path.exists() and not path.is_dir() else "no such file"
-        do = "name a YAML file; examples/ has some"
-        raise ConfigError(f"the configuration {path}", f"{found}", do) from None
+        raise ConfigError(f"the configuration {path}", f"{found}", "name a YAML file; examples/ has some") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}", f"not UTF-8: {error.reason}", "save it as UTF-8") from None
 

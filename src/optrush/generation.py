@@ -243,8 +243,7 @@ class GenerationModel:
         given = PromptTokens(ids)
         if images := [] if isinstance(prompt, str) else [image for message in prompt for image in message.images]:
             if isinstance(self.images, DataError):
-                found = self.images.found
-                raise DataError(f"an image in the messages at {where}, for {self.name}", found, "remove it")
+                raise DataError(f"an image in the messages at {where}, for {self.name}", self.images.found, "remove it")
             document = self.tokens.with_images(images, Document(np.array(ids), np.zeros(len(ids), bool)), where)
             if isinstance(document, DataError):
                 raise document
@@ -360,9 +359,8 @@ class GenerationModel:
     def _broken(self, weights: Iterable[tuple[str, Tensor]]) -> RunError:
         broken = next((name for name, value in weights if not value.isfinite().all()), None)
         why = "its weights are finite" if broken is None else f"{broken} has some"
-        found = f"NaN or infinity among the scores of the next token; {why}"
         do = "compute in float32" if broken is None else "export an earlier checkpoint, or copy the weights again"
-        return RunError(f"an answer of {self.name}", found, do)
+        return RunError(f"an answer of {self.name}", f"NaN or infinity among the scores of the next token; {why}", do)
 
     def _answer(self, row: Tensor, interrupted: bool = False) -> Answer:
         ids = row.tolist()
@@ -483,8 +481,7 @@ def _loaded(source: ModelSource, device: torch.device) -> Any:
         try:
             model = PeftModel.from_pretrained(base, source.adapter, local_files_only=True)
         except (ValueError, TypeError, RuntimeError, KeyError, OSError, ImportError, AttributeError) as error:
-            found = first_line(error)
-            raise NeedsError(asked, found, do) from None
+            raise NeedsError(asked, first_line(error), do) from None
         wanted = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     strange, lacking = names - wanted - set(model.state_dict()), wanted - names
     if strange or lacking:
@@ -553,8 +550,7 @@ def prompts(path: Path, plain: bool = False, system: str | None = None) -> Itera
     for where, found in read_rows(path):
         prompt = read_prompt(where, found, plain)
         if system is not None and not isinstance(prompt.asked, str) and prompt.asked[0].role != "system":
-            asked = (Message("system", system), *prompt.asked)
-            prompt = Prompt(where, asked, prompt.tools, prompt.reference)
+            prompt = Prompt(where, (Message("system", system), *prompt.asked), prompt.tools, prompt.reference)
         yield prompt
 
 

@@ -635,9 +635,8 @@ def mesh_axes(techniques: Sequence[Technique], ranks: int) -> dict[str, int]:
     many = math.prod(axes.values())
     if ranks % many:
         names = ", ".join(f"`{t.name}`" for t in techniques if t.axes())
-        found = "one rank" if ranks == 1 else f"{ranks} ranks"
         do = f"start it with --ranks {many}, or a multiple of that"
-        raise NeedsError(f"{names}: a mesh of {mesh_text(axes)}", found, do)
+        raise NeedsError(f"{names}: a mesh of {mesh_text(axes)}", "one rank" if ranks == 1 else f"{ranks} ranks", do)
     return axes
 
 

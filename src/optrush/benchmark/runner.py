@@ -255,8 +255,7 @@ def lock_folder(out: Path, asked: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            do = "wait, or use another folder"
-            raise ConfigError(asked, "another bench or tune is using it", do) from None
+            raise ConfigError(asked, "another bench or tune is using it", "wait, or use another folder") from None
         yield
 
 

@@ -372,8 +372,7 @@ def generate(
 
     source = find_model(model)
     other = base_of(source, "--base") if base else None if against is None else find_model(against)
-    asked = list(read(prompts, plain, system))
-    facts = _write_answers(asked, source, other, sampling, drawn(seed), batch, out)
+    facts = _write_answers(list(read(prompts, plain, system)), source, other, sampling, drawn(seed), batch, out)
     print(json.dumps(facts) if as_json else out)
 
 

@@ -499,8 +499,7 @@ def _cleaning_folder(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        do = "free some, or use another folder"
-        raise ConfigError(asked, "no space left there", do) from None
+        raise ConfigError(asked, "no space left there", "free some, or use another folder") from None
     finally:
         os.close(lock)
 

@@ -858,9 +858,8 @@ class _Composer:
         for name in axes.keys() & {"tensor", "context", "experts"}:
             each = axes[name]["size"] if name == "experts" else within
             if self.ranks % each:
-                found = f"{axes[name]['size']}, where the run has --ranks {self.ranks}"
                 do = f"give --ranks N, a multiple of {each}: the number of GPUs that it was written for"
-                raise self.refuse(f"@{name}", found, do)
+                raise self.refuse(f"@{name}", f"{axes[name]['size']}, where the run has --ranks {self.ranks}", do)
         if axes and self.ranks == 1:
             self.notes.append("several GPUs: give --ranks N, and the techniques that share the work follow")
         elif axes:

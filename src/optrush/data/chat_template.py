@@ -394,11 +394,9 @@ class Tokens:
             found = "the tokenizer has no chat template, or several without a default"
             raise DataError("training on messages", found, GIVE_TEMPLATE) from error
         if not isinstance(source, str):
-            found = f"the tokenizer's template is {source!r}, not text"
-            raise DataError("the chat template", found, GIVE_TEMPLATE)
+            raise DataError("the chat template", f"the tokenizer's template is {source!r}, not text", GIVE_TEMPLATE)
         if (size := len(source.encode())) > LONGEST_TEMPLATE_bytes:
-            found = f"{size} bytes; the limit is {LONGEST_TEMPLATE_bytes}"
-            raise DataError("the chat template", found, GIVE_TEMPLATE)
+            raise DataError("the chat template", f"{size} bytes; the limit is {LONGEST_TEMPLATE_bytes}", GIVE_TEMPLATE)
         source = source if self._today is None else _dated(source, self._today)
         frame = self.images.frame if isinstance(self.images, ImageReader) else ("", "")
         return Template(source, self.tokenizer.special_tokens_map, frame)
@@ -416,8 +414,7 @@ class Tokens:
             return _Draft(where, row.prompt + row.completion, special=True, seam=seam)
         turns = answers(row, train_on)
         if not turns and train_on != "all":
-            found = "none of the answers is a target"
-            raise DataError(f"to learn from the messages at {where}", found, "remove them")
+            raise DataError(f"to learn from the messages at {where}", "none of the answers is a target", "remove them")
         try:
             rendered, spans = self.spans(row, turns, where, train_on in ("assistant", "answer"), train_on == "all")
         except RecursionError as error:
@@ -588,8 +585,7 @@ class Tokens:
             raise DataError(asked, f"two of them; at {draft.where}: '{self.shown(ids.tolist())}'", do)
         targets[:1] = False
         if not ((len(ids) and targets[-1]) or targets.any()):  # most rows end with a target, and `any` is slow
-            asked = f"to learn from the row at {draft.where}"
-            raise DataError(asked, "it has no target token", "remove it")
+            raise DataError(f"to learn from the row at {draft.where}", "it has no target token", "remove it")
         return Document(ids, targets, weights=weights)
 
     def _refuse_lost(self, draft: _Draft, encoding: Encoding | None) -> None:

@@ -134,8 +134,7 @@ def clean_files(
     tokenizer = None
     if settings.tokens is not None:
         if tokens is None:
-            do = "name a model; its tokenizer counts: `model: DIR`"
-            raise ConfigError("`data.clean.tokens`", "no tokenizer", do)
+            raise ConfigError("`data.clean.tokens`", "no tokenizer", "name a model; its tokenizer counts: `model: DIR`")
         tokenizer = tokens.tokenizer.backend_tokenizer.to_str()
     judging = [] if settings.decontaminate is None else find_files(settings.decontaminate, cache)
     evaluation = read_evaluation(judging, text_rows, rules) if judging else None
@@ -708,8 +707,7 @@ class Table:
 
 
 def _changed(file: Path) -> DataError:
-    do = "clean it again when no process writes to it"
-    return DataError(f"to clean {file}", "it changed during reading", do)
+    return DataError(f"to clean {file}", "it changed during reading", "clean it again when no process writes to it")
 
 
 def _stamp(file: Path) -> tuple[int, int]:

@@ -362,9 +362,8 @@ def _stops(samples: Samples, documents: DocumentLists, whole: DocumentLists, tok
             for stop in sorted(set(document.ids[ends].tolist()) - trained):
                 one = _show(tokens, samples[n], documents[n] or made)
                 asked = f"to learn to stop with {tokens.tokenizer.convert_ids_to_tokens(stop)} at the end of answers"
-                found = f"it is a target in none of the first {len(samples)} rows; one, {one}"
                 do = "raise batch.seq, so that answers are not cut off, or set data.too_long: drop"
-                raise DataError(asked, found, do)
+                raise DataError(asked, f"it is a target in none of the first {len(samples)} rows; one, {one}", do)
 
 
 def _show(tokens: Tokens, sample: tuple[RowLocation, Row], documents: Sequence[Document]) -> str:

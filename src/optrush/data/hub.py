@@ -125,6 +125,5 @@ def cache_folder(folder: Path) -> Path:
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, "no permission to write")
     except OSError as error:
-        do = "set another data.cache"
-        raise DataError(f"the cache folder {folder}", error.strerror or str(error), do) from error
+        raise DataError(f"the cache folder {folder}", error.strerror or str(error), "set another data.cache") from error
     return folder

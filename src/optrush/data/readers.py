@@ -501,8 +501,7 @@ def _checked(path: Path) -> tuple[str, str]:
         raise DataError(f"rows from {path}", "no such file", "check the path")
     known = form(regular(path))
     if known is None:
-        do = f"rename it by its content: {NAMES}"
-        raise DataError(f"rows from {path}", "an unknown suffix", do)
+        raise DataError(f"rows from {path}", "an unknown suffix", f"rename it by its content: {NAMES}")
     return known
 
 
@@ -659,9 +658,8 @@ def _together(asked: str, files: list[Path], nothing: str) -> list[Path]:
     texts = [file for file, (suffix, _) in known.items() if suffix in TEXT]
     if texts and len(texts) < len(known):
         rows = [file for file in known if file not in texts]
-        found = f"files of rows ({_named(rows)}) and files of plain text ({_named(texts)})"
         do = "name one kind with a glob, such as folder/*.jsonl, or list each as a source"
-        raise DataError(asked, found, do)
+        raise DataError(asked, f"files of rows ({_named(rows)}) and files of plain text ({_named(texts)})", do)
     plain: dict[Path, Path] = {}
     for file, (_, packing) in known.items():
         other = plain.setdefault(file.with_suffix("") if packing else file, file)

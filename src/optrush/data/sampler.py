@@ -392,9 +392,8 @@ class LiveStream(Stream):
     def plan(self, epochs: float | None = None, steps: int | None = None) -> StreamPlan:
         """Return the length of a run of so many steps; raises ConfigError without them."""
         if steps is None:
-            found = "the length of a stream is unknown"
             do = "set train.steps, or data.stream: false"
-            raise ConfigError(f"`train.epochs: {epochs:g}` with `data.stream`", found, do)
+            raise ConfigError(f"`train.epochs: {epochs:g}` with `data.stream`", "the length of a stream is unknown", do)
         return StreamPlan(steps, steps * self.rows, 0)
 
     def totals(self, plan: StreamPlan, micro_rows: int) -> None:

@@ -430,8 +430,7 @@ def both_lengths(samples: Dataset, prompts: np.ndarray, own: np.ndarray, other: 
 
 def _prompts(samples: Dataset) -> np.ndarray:
     """Return the tokens before the first target of each sample."""
-    found = [int(samples.documents(i)[0].targets.argmax()) for i in range(len(samples))]
-    return np.array(found, np.int64)
+    return np.array([int(samples.documents(i)[0].targets.argmax()) for i in range(len(samples))], np.int64)
 
 
 def overlong(where: RowLocation, n: int, T: int, *, pair: bool, images: bool = False) -> DataError:

@@ -794,8 +794,7 @@ def _more(
             strange = not _is_in(value, _content(_given(found, named[1], ""), f"{name}.{named[1]}", unread))
         if strange or (CONTROL.search(lower) and _may_be_mask(value)):
             reason = f"{name} has {quoted(key)}: unsupported key; it would change the loss mask"
-            do = f"fix that line, or ignore the key: `data.columns: {{'{_of_all(name)}.{key}': ignore}}`"
-            raise _Bad(reason, do)
+            raise _Bad(reason, f"fix that line, or ignore the key: `data.columns: {{'{_of_all(name)}.{key}': ignore}}`")
         if value not in ("", [], {}):
             unread.add(f"{_of_all(name)}.{key}")
     return {

@@ -496,8 +496,7 @@ class ShardMaker:
 def no_room(folder: Path, error: OSError) -> DataError:
     """Return the error of a folder that cannot take the shards."""
     do = "free space" if error.errno == errno.ENOSPC else "check the folder and its permissions"
-    asked = f"to keep the tokenised data in {folder}"
-    return DataError(asked, str(error.strerror), f"{do}, or set another data.cache")
+    return DataError(f"to keep the tokenised data in {folder}", str(error.strerror), f"{do}, or set another data.cache")
 
 
 # --- All shards of some data.

@@ -79,8 +79,7 @@ def _dequantize_blocks(
 ):  # fmt: skip
     """Dequantize blocks that may cross rows."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    there = block * _BLOCK < n
-    scale = _scales(absmax, nested, map8, block, there, last, DOUBLE)
+    scale = _scales(absmax, nested, map8, block, block * _BLOCK < n, last, DOUBLE)
     byte = block[:, None] * (_BLOCK // 2) + tl.arange(0, _BLOCK // 2)[None, :]
     pair = tl.load(codes + byte, mask=byte * 2 < n, other=0).to(tl.int32)
     high = tl.load(table + (pair >> 4)) * scale[:, None]

@@ -41,8 +41,7 @@ ENDS_BY_TEXT = {
 def demand_gguf() -> None:
     """Raise NeedsError without the package that writes the format."""
     if find_spec("gguf") is None:
-        do = "python -m pip install 'optrush[gguf]'"
-        raise NeedsError("a GGUF file", "the package gguf is not installed", do)
+        raise NeedsError("a GGUF file", "the package gguf is not installed", "python -m pip install 'optrush[gguf]'")
 
 
 def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:

@@ -551,9 +551,8 @@ def _by_layer(full: HF, windowed: tuple[int, ...]) -> ByLayer:
     last = {i in wide: i for i in range(own_keys)}
     lacking = own_keys < 1 or not {i in wide for i in range(L)} <= {*last}
     if lacking or own_keys > L:
-        found = f"num_kv_shared_layers {full['num_kv_shared_layers']}, of {L} layers"
         do = "lower it: one layer of each attention kind must come before them"
-        raise ConfigError(asked, found, do)
+        raise ConfigError(asked, f"num_kv_shared_layers {full['num_kv_shared_layers']}, of {L} layers", do)
     return ByLayer(
         wide=wide, head_width=E, kv_heads=K, key_is_value=same,
         sources=tuple(None if i < own_keys else last[i in wide] for i in range(L)),

@@ -38,8 +38,7 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
     """
     m = config.model
     if (m.path is None) == (m.shape is None):
-        found = "both" if m.path else "neither"
-        raise ConfigError("one of `model.path` and `model.shape`", found, "give exactly one")
+        raise ConfigError("one of `model.path` and `model.shape`", "both" if m.path else "neither", "give exactly one")
     if m.shape is not None:
         known = {**SHAPES, **_published()}
         if m.shape not in known:

@@ -119,8 +119,7 @@ class Folder:
                 if self.shape(name) == shape:
                     continue
                 found = f"shape {list(self.shape(name))} in {self.folder / self.files[name]}"
-            asked = f"tensor {name} of shape {list(shape)}"
-            raise NeedsError(asked, found, "check that config.json fits the weights")
+            raise NeedsError(f"tensor {name} of shape {list(shape)}", found, "check that config.json fits the weights")
         for name in sorted(set(self.files) - set(needed)):
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # in old checkpoints, and redundant with config.json

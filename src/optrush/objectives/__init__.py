@@ -82,8 +82,7 @@ def loss_of(config: Config, head: nn.Module, metrics: Mapping[str, Tensor]) -> C
     if config.objective not in SECTIONS:
         return partial(next_token, head)
     score = import_module(f"{__name__}.{config.objective}").score
-    found = partial(score, head, getattr(config, config.objective), metrics)
-    return cast("Callable[[Tensor, Batch], Tensor]", found)
+    return cast("Callable[[Tensor, Batch], Tensor]", partial(score, head, getattr(config, config.objective), metrics))
 
 
 def next_token(head: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:

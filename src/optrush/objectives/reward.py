@@ -46,5 +46,4 @@ def last_scores(scores: Tensor, pad: int | None, batch: Batch) -> Tensor:
     slots = batch.documents.ids.long().clamp(max=2 * P - 1)
     last = torch.zeros(B, 2 * P, dtype=torch.long, device=scores.device)
     last = last.scatter_reduce(1, slots, torch.where(there, places, 0), "amax")  # (B, 2 P)
-    found = scores.gather(1, last).view(B, P, 2)
-    return torch.where(batch.extra["pairs"][..., None], found, 0)
+    return torch.where(batch.extra["pairs"][..., None], scores.gather(1, last).view(B, P, 2), 0)

@@ -256,9 +256,8 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
         return Requirement(False, f"`{technique}:targets={targets}`", found, do)
     if wrong is None:
         return require_names(technique, "targets", targets, (*attention, *SETS["experts"], *DENSE))
-    found = f"{wrong} is a part of the experts' gate_up_proj"
     do = "use targets=attention, targets=experts" + (", or dense for shared experts and dense layers" if dense else "")
-    return Requirement(False, f"`{technique}:targets={targets}`", found, do)
+    return Requirement(False, f"`{technique}:targets={targets}`", f"{wrong} is a part of the experts' gate_up_proj", do)
 
 
 def stacked(targets: str | Sequence[str]) -> tuple[str, ...]:

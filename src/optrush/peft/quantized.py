@@ -344,8 +344,7 @@ class _Reader:
         if form.floats:
             name = entry.pieces[0][0]
             if not isinstance(self.source, Mxfp4Folder) or name not in self.source.packed:
-                do = "remove experts=mxfp4"
-                raise NeedsError("`nf4:experts=mxfp4`", f"{name} is dense in the checkpoint", do)
+                raise NeedsError("`nf4:experts=mxfp4`", f"{name} is dense in the checkpoint", "remove experts=mxfp4")
             return _bytes(self.source.parts(name), device)
         N, rows, width = entry.shape
         few = max(1, DENSE_values // (rows * width))

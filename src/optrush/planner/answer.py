@@ -346,8 +346,7 @@ def solve(config: Config, name: str, what: str, classes: Sequence[type[Technique
 
 
 def _nothing(what: str, name: str) -> ConfigError:
-    do = "optrush plan names the nearest that fits"
-    return ConfigError(f"--solve {what}", f"nothing fits on {name}", do)
+    return ConfigError(f"--solve {what}", f"nothing fits on {name}", "optrush plan names the nearest that fits")
 
 
 LIMITS = {"hours": "hours=2", "usd": "usd=5", "tokens": "tokens=1e9"}  # of a run, and an example

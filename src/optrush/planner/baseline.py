@@ -176,8 +176,7 @@ def _inputs(s: ModelShape) -> Iterator[Line]:
     yield saved("product", "what enters the product after it, P", P, "product-input")
     yield saved("leaving", "what enters the norm after that, D", D, "product-output")
     yield saved("widened", "float32 copies inside the norms, D + P", D + P, "widened", "fusable", role="widening")
-    why = "before these norms' weights, D + P"
-    yield saved("normalised", why, D + P, "normalised", "fusable", role="residual")
+    yield saved("normalised", "before these norms' weights, D + P", D + P, "normalised", "fusable", role="residual")
 
 
 def _working(s: ModelShape, T: int, cuda: bool) -> Iterator[Line]:
@@ -467,8 +466,7 @@ def _rollout(r: Rollout, env: Environment, shape: ModelShape) -> Iterator[Rule]:
     token, steps = 2 * shape.key_width * shape.layers, math.ceil(r.answers / r.slots) * r.most
     why = f"keys and values of {r.slots:,} answers, of {r.room:,} tokens each with their prompts"
     yield ledger.add(Line("rollout.cache", why, token * (r.slots + 1) * r.room, "product", "always"))
-    why = "logits of a token of each"
-    yield ledger.add(Line("rollout.logits", why, r.slots * shape.vocab, "product", "always"))
+    yield ledger.add(Line("rollout.logits", "logits of a token of each", r.slots * shape.vocab, "product", "always"))
     why = "the same in float32; ids, log-probabilities and entropies of their tokens"
     yield ledger.add(Line("rollout.answers", why, r.slots * (4 * shape.vocab + 16 * r.most), "byte", "always"))
     if gathered := "dp" in env.sharded:  # there are no activations then, as in the update

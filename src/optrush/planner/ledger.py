@@ -161,8 +161,7 @@ def saved(name: str, reason: str, values: float, blocks: int, *of: Tag, role: Ro
 
 def entering(blocks: int, width: int) -> Line:
     """Return the line of what enters every block, which stays where a block is recomputed."""
-    why = "what enters a block, D"
-    return Line("input", why, blocks * width, "residual", "saved", True, blocks, of=("stream",))
+    return Line("input", "what enters a block, D", blocks * width, "residual", "saved", True, blocks, of=("stream",))
 
 
 Entry = Line | WorkItem

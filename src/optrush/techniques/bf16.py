@@ -46,8 +46,7 @@ class Bf16(Technique):
     def needs(self, env: Environment) -> Iterator[Requirement]:
         asked, found = "`bf16` converts float32 weights to bf16", f"`model.dtype: {env.dtype}`"
         yield Requirement(env.dtype == "float32", asked, found, "leave one of the two out")
-        asked = "`bf16` needs a device with bf16 matmuls"
-        yield env.needs_capability((8, 0), asked, "take --with amp:dtype=fp16")
+        yield env.needs_capability((8, 0), "`bf16` needs a device with bf16 matmuls", "take --with amp:dtype=fp16")
 
     def quality(self, env: Environment) -> str:
         if Part.ADAPTERS in env.claimed:  # which are float32

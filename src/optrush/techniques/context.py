@@ -94,8 +94,7 @@ class Context(Technique):
             "`context:kind=gather` attends from part of a row's queries",
             f"attention:impl={env.spec.attention}",
         )
-        do = f"take one of {', '.join(FROM)}, or kind=ulysses"
-        yield Requirement(env.spec.attention in FROM, asked, found, do)
+        yield Requirement(env.spec.attention in FROM, asked, found, f"take one of {', '.join(FROM)}, or kind=ulysses")
 
     def _ring(self, env: Environment) -> Iterator[Requirement]:
         asked = "`context:kind=ring`"

@@ -42,8 +42,7 @@ class Ddp(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = "start it with --ranks 2 or torchrun, or leave ddp out"
-        found = env.alone
-        yield Requirement(env.gradient_ranks > 1, "`ddp` shares the work of several ranks", found, do)
+        yield Requirement(env.gradient_ranks > 1, "`ddp` shares the work of several ranks", env.alone, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         n, room = env.gradient_ranks, self.bucket_mib << 20

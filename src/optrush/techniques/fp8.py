@@ -53,8 +53,7 @@ class Fp8(Technique):
         yield env.needs_capability((8, 9), asked, "leave it out")
         yield env.needs_half("`fp8` needs matmuls in bf16")
         asked, compiled = "`fp8` needs `compile`", Part.COMPILED in env.claimed
-        found = "no `compile`: without it, fp8 is slower than bf16"
-        yield Requirement(compiled, asked, found, "add --with compile")
+        yield Requirement(compiled, asked, "no `compile`: without it, fp8 is slower than bf16", "add --with compile")
         slots, do = env.slots, f"take a batch.seq that is a multiple of {MULTIPLE * env.axes.get('cp', 1)}"
         yield Requirement(slots % MULTIPLE == 0, f"`fp8` sums over multiples of {MULTIPLE} slots", f"{slots} slots", do)
 

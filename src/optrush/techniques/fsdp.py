@@ -204,8 +204,7 @@ class Fsdp(Technique):
                 alone |= {p for p in module.parameters() if cut_axes(p) & axes}
                 continue
             rest = {p for p in module.parameters() if not cut_axes(p) & axes}
-            own = cut | {"mesh": mesh, "ignored_params": rest}
-            fully_shard(module, reshard_after_forward=self.stage == 3, **own)
+            fully_shard(module, reshard_after_forward=self.stage == 3, **cut | {"mesh": mesh, "ignored_params": rest})
         return alone
 
     def _slots(self, trainer: Trainer, groups: list[Any]) -> None:

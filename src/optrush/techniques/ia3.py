@@ -104,8 +104,7 @@ class Ia3(Technique):
             left += 0 if inputs else layers * linear.outputs
         yield from ledger.predict_frozen(env, (), learnt, keep)
         if left:
-            why = "a linear's output, before scaling"
-            yield add(saved("left", why, left, env.blocks, "adapters"))
+            yield add(saved("left", "a linear's output, before scaling", left, env.blocks, "adapters"))
 
     def peft(self, trainer: Trainer) -> int:
         from optrush.peft import adapter as adapted

@@ -234,8 +234,7 @@ class Lora(Technique):
         chosen_names = (name for name in ledger.chosen(targets, known) if name not in (*own, *ledger.DENSE))
         names = (*chosen_names, *dense)
         if names or not inside:
-            asked = names if inside or dense else targets
-            adapted.check_targets(self.name, model, recipe, asked, self.save)
+            adapted.check_targets(self.name, model, recipe, names if inside or dense else targets, self.save)
         trainer.notes += ledger.remarks(self.name, self.targets, shape, known)
         if self.splits_base and inside:
             do = "leave init out, or take targets: attention"

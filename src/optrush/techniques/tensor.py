@@ -55,8 +55,7 @@ class TensorParallel(Technique):
     def needs(self, env: Environment) -> Iterator[Requirement]:
         n, s = self.size, env.shape
         yield env.needs_mesh(self.name, f"`tensor: size: {n}` shards the model over {n} ranks")
-        found = "the model runs through transformers"
-        yield Requirement(env.native, "`tensor` shards our own decoder", found, ELSE)
+        yield Requirement(env.native, "`tensor` shards our own decoder", "the model runs through transformers", ELSE)
         yield env.needs_dense("`tensor` shards the matmuls of a block")
         sinks = s is not None and s.sinks
         yield Requirement(not sinks, "`tensor` shards attention heads", "attention sinks, one per head", ELSE)

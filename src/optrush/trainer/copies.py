@@ -231,5 +231,4 @@ def _reported(store: Store) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        do = "check the address, the network and your permissions"
-        raise ConfigError(store.asked, _reason(error), do) from error
+        raise ConfigError(store.asked, _reason(error), "check the address, the network and your permissions") from error

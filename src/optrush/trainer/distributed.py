@@ -170,9 +170,8 @@ def _join_group(backend: str, timeout_s: float) -> None:
             dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
             _watch = Watch(PrefixStore(f"{name}/watch", connect(False)), reports, rank, ranks, timeout_s, start.known)
     except RuntimeError as error:
-        found = first_line(error)
         do = "look for another rank's error above; check MASTER_ADDR and MASTER_PORT"
-        raise RunError(f"rank {rank} of {ranks}, joining the others", found, do) from error
+        raise RunError(f"rank {rank} of {ranks}, joining the others", first_line(error), do) from error
 
 
 def under_way(operation: str, step: int = 0, at_once: bool = True) -> None:

@@ -519,8 +519,7 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
     if world.ranks > 1 and type(trainer.storage) is not Storage:  # an engine's own weights
         cut.append(type(trainer.storage).__name__)
     if cut:
-        found = f"sharded weights or rows ({cut[0]})"
-        raise NeedsError("`objective: grpo`", found, "use --with ddp or fsdp")
+        raise NeedsError("`objective: grpo`", f"sharded weights or rows ({cut[0]})", "use --with ddp or fsdp")
     if settings.temperature != 1 and (trainer.model.head.softcap or trainer.model.head.bias is not None):
         found = "a head with a soft cap or a bias: scaling its input does not scale the logits"
         raise NeedsError(f"`grpo.temperature: {settings.temperature:g}`", found, "remove grpo.temperature")

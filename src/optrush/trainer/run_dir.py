@@ -161,8 +161,7 @@ def check_space(config: Config, steps: int, clean: bool, checkpoint_bytes: int, 
         parts = f"{copies} x {checkpoint_bytes / 2**20:,.1f} MiB of checkpoints"
         parts += f", {model_bytes / 2**20:,.1f} MiB of model/" if model_bytes else ""
         found = f"{free / 2**20:,.1f} MiB free in {there}, {needed / 2**20:,.1f} MiB needed ({parts})"
-        do = "free space, lower train.keep, or use another `output`"
-        raise ConfigError(f"`output: {output}`", found, do)
+        raise ConfigError(f"`output: {output}`", found, "free space, lower train.keep, or use another `output`")
 
 
 def _exists(path: Path) -> bool:

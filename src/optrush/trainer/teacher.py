@@ -232,8 +232,7 @@ def _same_tokens(trainer: Trainer, config: Config, folder: Path | None, hf: dict
     rows = int(text_config(hf).get("vocab_size") or 0)
     if folder is None or not ours or not any(folder.glob("tokenizer*")):
         if rows != trainer.vocab:
-            found = f"a vocabulary of {rows}, but the model's has {trainer.vocab}"
-            raise NeedsError(asked, found, do)
+            raise NeedsError(asked, f"a vocabulary of {rows}, but the model's has {trainer.vocab}", do)
         return
     theirs: dict[str, int] = open_tokenizer(folder).get_vocab()
     odd = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))

@@ -222,8 +222,7 @@ class Engine(Storage):
     def _flat(self) -> list[Tensor]:
         """Return this rank's flat float32 weights."""
         zero = self.zero
-        found = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        return list(found)
+        return list(zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups)
 
     # The window and the update.
 
