@@ -210,6 +210,13 @@ def test_refusals(call: Call, tmp_path: Path) -> None:
     assert "No such file" in refused(call, str(LLAMA), "--hardware", "h200", "--out", str(tmp_path / "a" / "b.yaml"))
 
 
+def test_a_refused_run_is_not_written(call: Call, tmp_path: Path) -> None:
+    """Without --out the plan is the answer, which says it too."""
+    given = (str(LLAMA), "--hardware", "t4", "--with", "bf16", *ONE_ROW, "--set", "model.shape=llama-3.1-70b")
+    assert "`bf16` needs a device" in refused(call, *given, "--out", str(tmp_path / "best.yaml"))
+    assert not (tmp_path / "best.yaml").exists()
+
+
 def test_what_fits_in_no_way_is_refused(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What would fit is another test's."""
     monkeypatch.setattr(answer, "_nearest", lambda *_: iter(()))

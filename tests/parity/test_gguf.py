@@ -323,6 +323,19 @@ def test_a_scored_model_keeps_its_generation_config(small: Path, tmp_path: Path)
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": 7}'
 
 
+def test_an_end_of_text_that_ends_no_answer(small: Path, tmp_path: Path) -> None:
+    """The first token that ends one is the format's eos instead."""
+    made = _tokenizer()
+    made.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
+    at = shutil.copytree(small, tmp_path / "model")
+    made.save_pretrained(at, save_jinja_files=False)
+    a, b = made.convert_tokens_to_ids(["<a>", "<b>"])
+    (at / "generation_config.json").write_text(json.dumps({"eos_token_id": [b, a]}))
+    write_gguf(at, tmp_path / "m.gguf", "f16", "name")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert [text(reader, f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot")] == [b, a]
+
+
 def test_more_ends_than_the_format_has_roles(small: Path, tmp_path: Path) -> None:
     made = _tokenizer()
     made.add_special_tokens({"additional_special_tokens": ["<a>", "<b>", "<c>", "<|im_end|>"]})

@@ -5,6 +5,8 @@ The oracle sees documents one at a time; ours see them packed or not, on one ran
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,6 +188,14 @@ def test_the_padding_token_ends_no_text(folder):
         for side in range(2):
             ids = (batch.documents.ids[b] == side).nonzero().flatten()
             assert last[b, 0, side] == max(i for i in ids if batch.tokens[b, i] != pad)
+
+
+def test_the_padding_token_is_the_models(folder, tmp_path):
+    model = shutil.copytree(folder / "moved", tmp_path / "model")
+    (model / "config.json").write_text(
+        json.dumps({**json.loads((model / "config.json").read_text()), "pad_token_id": 5})
+    )
+    assert assembled(reward_run(folder, sets=[f"model.path={model}"])).model.head.pad == 5
 
 
 def test_refused(folder):

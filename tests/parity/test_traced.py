@@ -209,6 +209,12 @@ def kept(shape: ModelShape, widths: Any) -> float:
     return sum(line.values * widths[line.role] for line in lines)
 
 
+def attended(shape: ModelShape) -> float:
+    """Values of a token that the products after attention keep, which kernels of attention save anyway."""
+    entries = baseline.entries(shape, T, native=False, cuda=True)
+    return sum(e.values for e in entries if isinstance(e, Line) and e.name == "saved.attended")
+
+
 # --- the trace against the ledger of our own decoder, which computes the same
 
 
@@ -246,6 +252,7 @@ def test_a_trace_finds_what_the_ledger_has(kind: str) -> None:
     theirs, ours = ([n.weights for n in shape.linears.values()] for shape in (found, written))
     assert (sum(theirs) == sum(ours)) if written.norms == "beside" else (sorted(theirs) == sorted(ours))
     assert found.query_width == written.layers * written.queries
+    assert attended(found) == attended(written)
     for widths in (ledger.FLOAT32, ledger.BFLOAT16):
         assert kept(found, widths) == pytest.approx(kept(written, widths), rel=near)
 

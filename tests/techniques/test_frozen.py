@@ -71,6 +71,12 @@ def test_a_checkpoint_has_what_is_trained() -> None:
     assert ledger.saved_bytes(book) == pytest.approx((shape.parameters - frozen) * 6)
 
 
+def test_a_tied_head_that_is_frozen_has_no_gradient_to_add() -> None:
+    for names, gone in (((EIGHT,), False), ((EIGHT, "embedding.*"), True)):
+        ((book,), *_) = search.books_of(run(*names), parse_hardware("h200")[0], 1, CLASSES)
+        assert all(line.gone == gone for line in book.lines if "tied" in line.tags)
+
+
 def test_flops() -> None:
     """Of 6 a weight: 4 where it is frozen, and 2 where all that is below is frozen, too."""
     shape = ModelShape.read(SHAPES["llama-3.2-1b"])

@@ -14,7 +14,7 @@ from optrush.data.length_estimate import estimate_tokens
 from optrush.decide import decide
 from optrush.hardware import NAMED
 from optrush.planner import answer
-from optrush.planner.run_time import WRITTEN_BYTES_S
+from optrush.planner.run_time import FORWARD, WRITTEN_BYTES_S
 from optrush.technique import Environment, instantiate
 from optrush.techniques import ALL
 
@@ -62,6 +62,19 @@ def test_more_saves_and_evaluations_take_longer() -> None:
     plain = end("train.eval_every=1.0")
     assert end("train.eval_every=0.1") < plain and end("train.eval_every=1.0", "train.save_every=0.1") > plain
     assert end("train.eval_every=1.0", "train.export=false") < plain
+
+
+def test_each_evaluation_takes_a_forward_pass_of_what_is_held_out() -> None:
+    ends = []
+    for every in (0.5, 0.25):  # once on the way, and three times
+        config = parse_config(RUN % 10_000, "x", ("data.eval=0.1", f"train.eval_every={every}"))
+        best = answer.answer(config, "h200", FEW).best
+        assert best is not None and best.setting is not None and best.time.end_s is not None
+        ends.append(best.time.end_s)
+    trained = estimate_tokens(config)
+    speed = best.setting.prediction.tokens_per_s
+    assert trained and speed
+    assert (ends[1] - ends[0]) / 2 == pytest.approx(trained / 9 * FORWARD / speed, rel=1e-3)
 
 
 @pytest.mark.parametrize(
