@@ -263,11 +263,15 @@ def test_the_page(call: Call, recipes: Path, here: Path) -> None:
 
 
 HELD = """
-import time
+import pathlib, time
 from optrush.cli.app import main
 from optrush.data import pool
 
-pool.Pool.__next__ = lambda self: time.sleep(600)  # the workers measure, and what they return is not taken
+serve = pool._serve
+def held(item, beat):
+    pathlib.Path("measured").touch()
+    time.sleep(600)
+pool._serve = lambda pipe, work: serve(pipe, lambda item, beat: [work(item, beat), held(item, beat)])
 main()
 """
 
@@ -287,10 +291,11 @@ def test_killed_in_the_middle(call: Call, here: Path, moment: str) -> None:
         assert process.poll() is None
         workers = _children(process.pid)
         time.sleep(0.01)
-    while moment == "workers measure" and not any(map(_reads_rows, workers)):
+    while moment == "workers measure" and not Path("measured").exists():
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # a fork is over
     workers = _children(process.pid)  # all of them: each holds the lock of the folder
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -331,13 +336,6 @@ def test_a_full_disk(call: Call, recipes: Path, monkeypatch: pytest.MonkeyPatch)
     done = call("data", "clean", "recipes.jsonl", "--out", "out", *flags())
     assert done.code == 2 and "no space left there" in done.err
     assert not Path("out").exists() and not Path("out.tmp").exists()
-
-
-def _reads_rows(process: int) -> bool:
-    links = Path(f"/proc/{process}/fd").glob("*")
-    with contextlib.suppress(OSError):  # closed between two looks
-        return any(os.readlink(link).endswith("many.jsonl") for link in links)
-    return False
 
 
 def _children(parent: int) -> list[int]:
