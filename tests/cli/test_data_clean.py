@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import errno
 import json
 import math
@@ -308,6 +309,9 @@ def test_killed_in_the_middle(call: Call, here: Path, moment: str) -> None:
                     os.kill(pid, signal.SIGKILL)
             pytest.fail("a worker lives on")
         time.sleep(0.05)
+    held = os.open("out.tmp", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)  # a thread of a worker may end after the process is seen to have ended
+    os.close(held)
     done = call("data", "clean", "chat.jsonl", "--out", "out", "--set", "data.clean.chars=[1,null]")
     assert done.code == 0, done.err
     assert sorted(os.listdir("out")) == ["cleaning.html", "cleaning.json", "removed.jsonl", "rows.jsonl"]
@@ -315,8 +319,6 @@ def test_killed_in_the_middle(call: Call, here: Path, moment: str) -> None:
 
 
 def test_two_at_once(call: Call, recipes: Path) -> None:
-    import fcntl
-
     Path("out.tmp").mkdir()
     held = os.open("out.tmp", os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
