@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import errno
+import fcntl
 import json
 import math
 import os
