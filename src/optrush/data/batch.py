@@ -1,8 +1,8 @@
 """Collate rows of documents into the batches that a model gets.
 
 Shapes: B rows of a micro-batch, T tokens per row, N documents per batch (docs/notation.md).
-A row has exactly T slots, so that compiled code gets one shape. Slots that no document fills are padding, and padding
-is a separate document (it attends only to itself and is never a target), so that no kernel needs a special case.
+A row has exactly T slots, so that compiled code gets one shape. Empty slots are padding, which is a separate document:
+it attends only to itself and is never a target, so that no kernel needs a special case.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ class Tokens:
             ours, theirs = (_split(engine, text) for engine in (self._engine, stored))
             if ours != theirs:
                 at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), 0)
-                a, b = (" | ".join(token for _, token in found[at : at + 4]) for found in (ours, theirs))
+                a, b = (" | ".join(token for _, token in pieces[at : at + 4]) for pieces in (ours, theirs))
                 return (
                     f"{visible(text[:TAIL])!r}: tokenizer.json has the tokens {b}, {type(self.tokenizer).__name__} {a}"
                 )
@@ -422,12 +422,12 @@ class Tokens:
         if unknown := {stop for span in spans for stop in span.stops} - self._control - REASONING_MARKS:
             refuse(row, any_of(unknown), where)
         if train_on.endswith("answer"):
-            said = [(rendered[s.start : s.end], row.messages[i]) for s, i in zip(spans, turns, strict=True)]
+            spoken = [(rendered[s.start : s.end], row.messages[i]) for s, i in zip(spans, turns, strict=True)]
             if (n := next((i for i in turns if _never_ending(row.messages[i])), None)) is not None:
                 found = f"messages[{n}] begins with <think> but has no </think>"
                 do = "add </think> where the thoughts end, or learn them, too (data.train_on: assistant)"
                 raise DataError(f"to learn the answers at {where}", found, do)
-            begin = [thoughts_end(text, turn.content, turn.reasoning) for text, turn in said]
+            begin = [thoughts_end(text, turn.content, turn.reasoning) for text, turn in spoken]
             spans = [s._replace(start=s.start + n) for s, n in zip(spans, begin, strict=True)]
         weights = tuple(row.messages[i].weight for i in turns)
         if train_on == "all" and any(m.weight not in (0, 1) for m in row.messages):

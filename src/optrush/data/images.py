@@ -1,8 +1,8 @@
 """Read the images of rows: find them in a row, check them, and make the patches for the base model's vision tower.
 
-A row has an image as a path or as bytes. During tokenization each image is read and decoded once, at a fraction of its
-size if its format allows that, so that a damaged image makes a bad row and does not end a run. Pixels are decoded when
-a batch is made: only those of the prefetched batches are in memory.
+A row has an image as a path or as bytes. Tokenization reads and decodes each image once, at a fraction of its size if
+its format allows that. A damaged image makes a bad row and does not end a run. Pixels are decoded when a batch is made:
+only the pixels of prefetched batches are in memory.
 """
 
 from __future__ import annotations
@@ -156,12 +156,12 @@ def image_keys(found: dict[str, Any], noted: set[str] | None = None) -> list[str
     return usual or (named if named and _has_place(found) else [])
 
 
-def _has_place(found: Any) -> bool:
+def _has_place(value: Any) -> bool:
     """Return whether a value of a row has a place for an image, but no image there."""
-    if isinstance(found, dict):
-        empty = found.get("type") in IMAGE_PARTS and all(found.get(key) is None for key in SOURCES)
-        return empty or any(map(_has_place, found.values()))
-    return any(map(_has_place, found)) if isinstance(found, list) else isinstance(found, str) and PLACE in found
+    if isinstance(value, dict):
+        empty = value.get("type") in IMAGE_PARTS and all(value.get(key) is None for key in SOURCES)
+        return empty or any(map(_has_place, value.values()))
+    return any(map(_has_place, value)) if isinstance(value, list) else isinstance(value, str) and PLACE in value
 
 
 def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...]) -> dict[str, Any]:

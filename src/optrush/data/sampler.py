@@ -141,12 +141,12 @@ def _late(seconds: float, workers: Sequence[int]) -> str:
         with suppress(OSError):  # the worker has ended
             if process_stat(worker)[0] in "Tt":
                 stopped.append(str(worker))
-    who = f"rank {rank} has waited" if ranks > 1 else "waited"
+    subject = f"rank {rank} has waited" if ranks > 1 else "waited"
     if not stopped:
-        return f"{who} {seconds:.0f} s for the next batch; its data workers are busy, or blocked in reading"
+        return f"{subject} {seconds:.0f} s for the next batch; its data workers are busy, or blocked in reading"
     names = f"data worker{'s' * (len(stopped) > 1)} (process {', '.join(stopped)})"
     do = f"resume it: kill -CONT {' '.join(stopped)}; or stop and save the run: SIGTERM"
-    return f"{who} {seconds:.0f} s for the next batch: the {names} is stopped; {do}"
+    return f"{subject} {seconds:.0f} s for the next batch: the {names} is stopped; {do}"
 
 
 def _received(items: Iterator[Item], pinned: bool) -> Iterator[Item]:

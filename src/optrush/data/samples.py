@@ -300,8 +300,8 @@ def view(
     if some and not len(at):
         asked = f"training data from {', '.join(map(str, shelf.files[:3]))}"
         found = f"nothing is left of {counts.rows} rows: {counts.too_long} were longer than {T} tokens"
-        whole = shelf.parts > 1 or how == "split"
-        more = ", or lower data.max_pixels" if seen else "" if whole else ", or choose data.too_long: split"
+        fixed = shelf.parts > 1 or how == "split"
+        more = ", or lower data.max_pixels" if seen else "" if fixed else ", or choose data.too_long: split"
         raise DataError(asked, found, f"raise batch.seq{more}")
     spans = tuple((int(n), weight) for n, weight in zip(sizes, weights, strict=True) if n)
     few, weighed = shelf.total < shelf.rows_before[-1], any(weight != 1 for weight in weights)

@@ -310,9 +310,9 @@ def has_answer(found: dict[str, Any], rules: RowRules) -> bool:
 
 
 def _stand_in(raw: dict[str, Any], rules: RowRules) -> dict[str, Any]:
-    """Return {key: stand-in} for the answer of a row that is only a prompt; an empty dict for a row with an answer.
+    """Return {key: placeholder} for the answer of a row that is only a prompt; an empty dict for a row with an answer.
 
-    The stand-in is a word of the prompt, so the tokenizer has tokens for it. Raises _Bad if a reward needs the answer.
+    The placeholder is a word of the prompt, so the tokenizer can encode it. Raises _Bad if a reward needs an answer.
     """
     filled = dict[str, Any]()
     if key := next((key for key in ("messages", "conversations") if raw.get(key) is not None), ""):
@@ -472,7 +472,7 @@ def _row(raw: dict[str, Any], sign: str, rules: RowRules, unread: set[str]) -> R
         return _chat(_with_system(raw, _turns(raw[sign], sign, rules, unread), sign), _tools(raw))
     if sign == "instruction":
         return _alpaca(raw)
-    # One turn may be an object alone, as in LLaMA-Factory's preferences.
+    # A single turn may be an object without a list, like in LLaMA-Factory's preferences.
     raw = {k: [v] if k in ANSWERED and isinstance(v, dict) and _is_turn(v) else v for k, v in raw.items()}
     if sign == "completion":
         if raw.get("prompt") is None and not isinstance(raw.get("label"), bool):
@@ -723,25 +723,27 @@ def _turns(value: Any, name: str, rules: RowRules, unread: set[str]) -> tuple[Me
 def _turn(raw: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
     if not isinstance(raw, dict):
         raise _Bad(f"{name} is {kind_of(raw)}, not an object with role and content")
-    said, content_key = ("from", "value") if raw.get("from") is not None else ("role", "content")
-    if said == "from" and raw.get("role") is not None:
+    speaker, content_key = ("from", "value") if raw.get("from") is not None else ("role", "content")
+    if speaker == "from" and raw.get("role") is not None:
         raise _Bad(f"{name} has both 'from' and 'role'")
-    if said not in raw:
-        raise _Bad(f"{name} has no {said!r}", _turn_mapping(raw, name, said))
-    given = _string(raw[said], f"{name}.{said}")
+    if speaker not in raw:
+        raise _Bad(f"{name} has no {speaker!r}", _turn_mapping(raw, name, speaker))
+    given = _string(raw[speaker], f"{name}.{speaker}")
     role = rules.role_names.get(given)
     if role is None:
-        reason = f"{name}.{said} is {quoted(given)}, not one of {', '.join(ROLE_NAMES)}"
+        reason = f"{name}.{speaker} is {quoted(given)}, not one of {', '.join(ROLE_NAMES)}"
         raise _Bad(reason, f"map the role: `data.roles: {{{given}: assistant}}`, or fix that line")
     content = raw.get(content_key)
     if given == "function_call" and role == "assistant":
         at = f"{name}.{content_key}"
         value = _decoded(_string(content, at), at)
         listed = [{"function": call} for call in (value if isinstance(value, list) else [value])]
-        more = _more(raw, role, name, (said, content_key), unread, rules.objective)
+        more = _more(raw, role, name, (speaker, content_key), unread, rules.objective)
         return Message("assistant", "", **{**more, "calls": _calls(listed, at, unread)})
     more = (
-        _more(raw, role, name, (said, content_key), unread, rules.objective) if len(raw) > 2 or content is None else {}
+        _more(raw, role, name, (speaker, content_key), unread, rules.objective)
+        if len(raw) > 2 or content is None
+        else {}
     )
     if content is None and role == "assistant" and more.get("calls"):
         content = ""

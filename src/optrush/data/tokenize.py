@@ -306,10 +306,10 @@ def sweep(folder: Path) -> None:
 BATCH_rows = 512  # maximum per call of the tokenizer
 FIRST_rows, SLOW_s = 32, 1.0  # rows of the first call; a call that takes longer is followed by smaller ones
 BATCH_chars = 1 << 20  # approximate maximum of text per batch: the tokenizer needs some 100 bytes per token
-SHARD_tok = 4 << 20  # a shard is full at so many tokens: 16 MiB of ids
+SHARD_tok = 4 << 20  # a shard is full at this number of tokens: 16 MiB of ids
 ADDRESS_chars = 1 << 18  # counted in `BATCH_chars` for an image to download
-SHARD_bytes = 64 << 20  # a shard is full at so many bytes of embedded images
-SHARD_rows = 1 << 17  # a shard is full at so many rows, refused ones included: empty lines must not fill the memory
+SHARD_bytes = 64 << 20  # likewise, bytes of embedded images
+SHARD_rows = 1 << 17  # likewise, rows, including refused ones: empty lines must not fill the memory
 
 # For each file, whether cleaning kept each row: row k of a chunk has index chunk.first - 1 + k. None: all kept.
 Kept = Sequence[np.ndarray] | None

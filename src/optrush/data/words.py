@@ -1,7 +1,7 @@
 """Encode texts word by word, like byte-level tokenizers: a word's ids are looked up, and computed once by the engine.
 
-Such an engine splits a text at its added tokens, splits the rest by regular expressions, and merges the bytes of each
-word independently, so a word has the same ids everywhere. Here Python's `re` does the splitting, in a quarter of the
+Such an engine splits a text at added tokens, splits the rest by regular expressions, and merges the bytes of each word
+independently. So a word has the same ids everywhere. Here Python's `re` does the splitting, in a quarter of the
 engine's time. It handles only texts of CHARACTERS, on whose classes all versions of Unicode agree. The engine encodes
 all other texts, and every text if the tokenizer has unsupported rules. The results are compared with the engine's on
 random texts before the first use, and on the first texts of the data.

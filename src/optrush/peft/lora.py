@@ -302,9 +302,9 @@ class Lora(LinearAdapter):
 
 # --- The feed-forward part of frozen linears, with the activation and the adapters inside its matmuls.
 #
-# A low-rank sum adds columns to a matmul: W x + U (A x) is [W | U] by [x | A x]. So the matmul that computes gate and
-# up, with their activation in its epilogue, also adds the adapter, and the matmul that computes the activation's
-# gradient sums over the down matmul and its adapter: adapters read and write narrow matrices only.
+# A low-rank sum adds columns to a matmul: W x + U (A x) is [W | U] by [x | A x]. So the matmul of gate and up, with
+# their activation in its epilogue, also adds the adapter. The matmul for the activation's gradient sums over the down
+# matmul and its adapter. Adapters read and write narrow matrices only.
 #
 # Saved for the backward pass: gate and up, A x of each adapter, the small matrices, and the input if gate_up has an
 # adapter. Not saved: the activation, concatenated matrices, dequantized weights.
@@ -449,10 +449,10 @@ def pad_weight(linear: Linear, many: int, room: Padding, *, below: bool = True) 
     return linear.quantized is None
 
 
-def _columns(linear: Linear, whole: bool) -> int:
+def _columns(linear: Linear, unsharded: bool) -> int:
     """Return the rows of A, rounded up to tiles, if QuACK multiplies by weight and adapter at once; else 0."""
     adapter = linear.adapter
     if not isinstance(adapter, Lora) or adapter.by != "quack" or linear.bias is not None:
         return 0
     low = adapter.low_rank(torch.float32)
-    return 0 if low is None or not (whole or linear.quantized is not None) else tiles(len(low[0]))
+    return 0 if low is None or not (unsharded or linear.quantized is not None) else tiles(len(low[0]))
