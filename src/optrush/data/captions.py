@@ -102,7 +102,7 @@ def _listed(path: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the values of each line of a list; raises DataError for an empty line."""
+    """Yield the number and the values of each line of a list; empty lines are skipped, invalid ones raise DataError."""
     asked = f"captions of the images in {path.parent}"
     try:
         text = read_text(path, SIGNED)
@@ -115,7 +115,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except csv.Error as error:
             raise DataError(asked, f"{path}, from line {table.line_num} on: {error}", "close its quotes") from None
         return
-    for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may be in a caption
+    for number, line in enumerate(text.split("\n"), 1):  # other line separators may be in a caption
         try:
             row = parse_json(line) if line.strip() else None
         except ValueError:

@@ -100,7 +100,7 @@ LONGEST_TEMPLATE_bytes = 64 * 2**10
 LONGEST_TEXT_bytes = 8 << 20  # per row; a book has 1 MiB
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # conversation shapes in memory; messages per shape
-COMPARED, COMPARED_ROWS = 512, 64  # tokens of a document, documents
+COMPARED, COMPARED_ROWS = 512, 64  # tokens compared per document; documents compared
 EVERYDAY = ("It's 7 12345, isn't it?\n\n\tNot so: x_1 == 3.14159;  HELLO", "Café, 日本語 and 🙂.", " a", "a  b ")
 WORDS_FROM = 256  # texts encoded before word lookup, whose setup takes 0.1 s
 HEAD, TAIL = 60, 30  # tokens of a document shown in errors, from its start and end
@@ -150,7 +150,7 @@ class Tokens:
         source = json.loads(self._engine.to_str())
         self._widths, self._composed = widths(source), composes(source)
         self._unknown = unknown_id(source)
-        self._encoded = self.lossy = 0  # texts; texts with prompt characters without a token
+        self._encoded = self.lossy = 0  # number of texts; number of texts that lose characters outside answers
         self._eos = cast("int | None", tokenizer.eos_token_id)
         self._end = "" if self._eos is None else str(tokenizer.convert_ids_to_tokens(self._eos))
         self._added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}

@@ -115,7 +115,7 @@ def as_picture(found: Any) -> Picture:
         return Picture(data=found)
     if not isinstance(found, str):
         raise ValueError(f"is {kind_of(found)}, not a path or an object with one")
-    scheme, colon, rest = found[:8].partition(":")  # in any case of letters
+    scheme, colon, rest = found[:8].partition(":")  # in upper or lower case
     found = f"{scheme.lower()}:{rest}{found[8:]}" if colon and scheme.lower() in SCHEMES else found
     if found.startswith("data:"):
         head, comma, body = found.partition(",")

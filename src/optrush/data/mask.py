@@ -44,9 +44,9 @@ RENDERING = (
 MEND = "fix the row, or use another template (model.chat_template)"
 MEAN_RENDER_s = 0.25  # the slowest templates in use take 0.02 s for a long conversation
 MOST_BITS = 10_000  # of an integer that a template computes
-MOST_ERROR_chars = 200  # shown of a template's own error
-SHOWN = 4  # things left out that an error message names
-SHOWN_chars = 100  # shown of a difference
+MOST_ERROR_chars = 200  # of a template's error message, shown in ours
+SHOWN = 4  # omitted parts listed in an error message
+SHOWN_chars = 100  # of a difference, shown in an error message
 PLACEHOLDER = "97351{:06}"  # digits survive quoting, escaping and capitalization
 TEMPLATE = RowLocation(Path("the template"), 0)  # location of a conversation outside files
 
