@@ -1,8 +1,8 @@
 """Collate rows of documents into the batches that a model gets.
 
 Shapes: B rows of a micro-batch, T tokens per row, N documents per batch (docs/notation.md).
-A row has exactly T slots, so that compiled code gets one shape. Slots that no document fills are padding, and padding
-is a separate document (it attends only to itself and is never a target), so that no kernel needs a special case.
+A row has exactly T slots, so that compiled code gets one shape. Empty slots are padding, which is a separate document:
+it attends only to itself and is never a target, so that no kernel needs a special case.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Documents(NamedTuple):
 
 
 class Images(NamedTuple):
-    """The images of B rows, in the order of their places; P patches, S placeholders."""
+    """The images of B rows, in order; P patches, S placeholders."""
 
-    colours: Tensor  # (P, values) uint8: values of each patch
-    slots: Tensor  # (S,) int64: its placeholders among the B*T slots
+    colours: Tensor  # (P, values) uint8: colour values of each patch
+    slots: Tensor  # (S,) int64: slot of each placeholder, among the B*T
     axes: Tensor  # (B, T, 3) int32: positions in time, height and width, which restart with each document; or (B, T, 0)
     rows: tuple[tuple[int, int, int], ...]  # on the host: images, patches and placeholders of each row
-    grids: tuple[tuple[int, int], ...]  # on the host: patches of each in height and width
+    grids: tuple[tuple[int, int], ...]  # on the host: patches of each image in height and width
     # (3, 256) float32, on the host: the base image processor's value for each colour value. Not a tensor:
     # sharding casts input tensors.
     levels: np.ndarray
@@ -73,7 +73,7 @@ class Images(NamedTuple):
         return self._replace(**tensors)
 
     def patches(self, first: int, last: int, frames: int) -> Tensor:
-        """Return the patches [first, last) as the base's image processor makes them, (P, values) float32."""
+        """Return the patches [first, last) with the base image processor's values, (P, values) float32."""
         colours = self.colours[first:last].view(last - first, 3, 1, -1).int()
         colours += 256 * torch.arange(3, device=colours.device, dtype=torch.int32)[:, None, None]
         levels = torch.from_numpy(self.levels.reshape(-1)).to(colours.device)
@@ -102,21 +102,21 @@ class Batch:
     n_tokens: int  # real tokens, padding excluded
     attended: int  # sum of squared document lengths: cost of attention
     samples: tuple[int, ...]  # global sample indices
-    rows: tuple[RowCounts, ...]  # the last three, row by row
+    rows: tuple[RowCounts, ...]  # the last three, per row
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors of pairs, up to P per row. Pair p is its row's documents 2p (chosen) and 2p + 1 (rejected).
-    pairs (B, P) bool: whether there is such a pair.
-    desirable (B, P) bool: whether its first document is a good answer; of judged answers some are not.
-    reference (B, P, 2) float32: precomputed log-probabilities of its documents under the reference.
+    pairs (B, P) bool: whether the pair exists.
+    desirable (B, P) bool: whether its first document is a good answer; false for answers labelled bad.
+    reference (B, P, 2) float32: precomputed log-probabilities of its documents under the reference model.
     weights (B, T) float32: of the targets in the loss; absent: all 1.
-    Of a stored teacher, at each target (else anything):
+    From a stored teacher, at each target (arbitrary elsewhere):
     teacher_ids (B, T, k) int32: its likeliest tokens.
     teacher_log_p (B, T, k + 1): their log-probabilities, and the total of all others."""
     images: Images | None = None
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """What the model is called with."""
+        """The positional arguments of the model's forward."""
         given = (self.tokens, self.positions, self.documents)
         return given if self.images is None else (*given, self.images)
 
@@ -130,8 +130,8 @@ class Batch:
         return [self] if most >= B else [self._part(first, min(B, first + most)) for first in range(0, B, most)]
 
     def _part(self, first: int, last: int) -> Batch:
-        """Return the rows [first, last), views of this batch's but for `starts`. `longest` stays: it is a bound, and
-        another one would cause a recompilation."""
+        """Return the rows [first, last) as views, except `starts`. `longest` stays: it is a bound, and another value
+        would cause a recompilation."""
         B, T = self.tokens.shape
         starts, room = self.documents.starts, len(self.documents.starts) - 1
         inside = starts[(starts >= first * T) & (starts < last * T)] - first * T  # a row's start is a document's start
@@ -253,8 +253,8 @@ def _images(
 ) -> tuple[Images | None, Tensor | None]:
     """Return the images of the rows' documents, or None, and `Documents.mutual`.
 
-    A text token has one position on all axes. An image starts at the next one, with one in time, and one each for
-    its rows and columns; after it positions continue from the largest. Source: arXiv:2409.12191.
+    A text token has the same position on all axes. An image starts at the next position: time is constant, height and
+    width count its rows and columns. After it positions continue from the largest. Source: arXiv:2409.12191.
     """
     turned, T = reader is not None and reader.spec.axes != "one", positions.shape[1]
     axes, mutual = np.repeat(positions[..., None], 3 * turned, 2), np.zeros_like(positions)
@@ -292,30 +292,30 @@ def _pairs(
     P: int,
     reference: np.ndarray | None,
 ) -> dict[str, Tensor]:
-    there, good = np.zeros((len(rows), P), bool), np.ones((len(rows), P), bool)
+    present, good = np.zeros((len(rows), P), bool), np.ones((len(rows), P), bool)
     known = np.zeros((len(rows), P, 2), np.float32)
     for b, (row, samples) in enumerate(zip(rows, numbers, strict=True)):
-        there[b, : len(samples)] = True
+        present[b, : len(samples)] = True
         good[b, : len(samples)] = [document.desirable for _, document in row[::2]]
         if reference is not None:
             known[b, : len(samples)] = reference[list(samples)]
-    found = {"pairs": torch.from_numpy(there), "desirable": torch.from_numpy(good)}
-    return found if reference is None else found | {"reference": torch.from_numpy(known)}
+    tensors = {"pairs": torch.from_numpy(present), "desirable": torch.from_numpy(good)}
+    return tensors if reference is None else tensors | {"reference": torch.from_numpy(known)}
 
 
 def _weights(rows: Sequence[Sequence[tuple[int, Document]]], T: int) -> dict[str, Tensor]:
     """Return target weights, 0 elsewhere, as `weights` (B, T) at their labels' slots; {}: all 1."""
     if all(document.weights is None for row in rows for _, document in row):
         return {}
-    found = np.zeros((len(rows), T), np.float32)
+    weights = np.zeros((len(rows), T), np.float32)
     for b, row in enumerate(rows):
         at = 0
         for _, document in row:
             n = len(document)
-            own = 1.0 if document.weights is None else document.weights[1:]
-            found[b, at : at + n - 1] = np.where(document.targets[1:], own, 0)
+            values = 1.0 if document.weights is None else document.weights[1:]
+            weights[b, at : at + n - 1] = np.where(document.targets[1:], values, 0)
             at += n
-    return {"weights": torch.from_numpy(found)}
+    return {"weights": torch.from_numpy(weights)}
 
 
 def _terms(learnt: int, extra: Mapping[str, Tensor]) -> float:
@@ -327,10 +327,10 @@ def _terms(learnt: int, extra: Mapping[str, Tensor]) -> float:
 
 def _taught(labels: np.ndarray, numbers: Sequence[Sequence[int]], stored: StoredTokens) -> dict[str, Tensor]:
     """Return the teacher's tensors for the targets; a sample's records are in the order of its targets."""
-    found = np.zeros(labels.shape, stored.record)
-    found["ids"] = np.arange(stored.k)  # at non-targets: any distinct tokens
+    taught = np.zeros(labels.shape, stored.record)
+    taught["ids"] = np.arange(stored.k)  # at non-targets: any distinct tokens
     for b, samples in enumerate(numbers):
         records = [stored.find(sample) for sample in samples if sample != INVENTED]
         if records:
-            found[b, labels[b] != IGNORE] = np.concatenate(records)
-    return {f"teacher_{name}": torch.from_numpy(np.ascontiguousarray(found[name])) for name in ("ids", "log_p")}
+            taught[b, labels[b] != IGNORE] = np.concatenate(records)
+    return {f"teacher_{name}": torch.from_numpy(np.ascontiguousarray(taught[name])) for name in ("ids", "log_p")}

@@ -32,18 +32,18 @@ def write_captions(folder: Path, to: Path) -> int:
     Raises DataError: an image without a caption, a caption without an image, or no image.
     """
     listed = _list(folder)
-    found = list(_beside(folder) if listed is None else _listed(listed))
+    captions = list(_beside(folder) if listed is None else _listed(listed))
     asked = f"captions of the images in {folder}"
-    if not found:
+    if not captions:
         raise DataError(asked, "no image", "name a folder with images and their captions")
     if listed is not None:
-        named = {os.path.realpath(image) for image, _, _ in found}
+        named = {os.path.realpath(image) for image, _, _ in captions}
         images = list(_images(folder))
         bare = [path.name for path in images if os.path.realpath(path) not in named]
         what, do = f"of {len(images)} are not in {listed.name}", f"list them in {listed.name}, or take them out"
         _refuse_bare(asked, bare, what, do)
     lines = []
-    for image, question, caption in found:
+    for image, question, caption in captions:
         part = {"type": "image", "image": os.path.relpath(image, to.parent)}
         if any("\ud800" <= c <= "\udfff" for c in part["image"]):
             raise DataError(asked, f"the file name {part['image']!a} is not UTF-8", "rename that file")
@@ -90,7 +90,7 @@ def _listed(path: Path) -> Iterator[tuple[Path, str, str]]:
     do = f"give each line one of {', '.join(FILE)} and one of {', '.join(CAPTION)}"
     for number, row in _lines(path):
         values = [next((row[k] for k in keys if row.get(k)), None) for keys in (FILE, CAPTION, QUESTION)]
-        name, caption, question = (one.strip() if isinstance(one, str) else one for one in values)
+        name, caption, question = (value.strip() if isinstance(value, str) else value for value in values)
         if not isinstance(name, str) or not isinstance(caption, str) or not caption:
             what = f"one of {', '.join(CAPTION if isinstance(name, str) else FILE)}"
             raise DataError(asked, f"{path}:{number} has no text in {what}", do)
@@ -102,7 +102,7 @@ def _listed(path: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the values of each line of a list; raises DataError for an empty line."""
+    """Yield the number and the values of each line of a list; empty lines are skipped, invalid ones raise DataError."""
     asked = f"captions of the images in {path.parent}"
     try:
         text = read_text(path, SIGNED)
@@ -115,7 +115,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except csv.Error as error:
             raise DataError(asked, f"{path}, from line {table.line_num} on: {error}", "close its quotes") from None
         return
-    for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may be in a caption
+    for number, line in enumerate(text.split("\n"), 1):  # other line separators may be in a caption
         try:
             row = parse_json(line) if line.strip() else None
         except ValueError:

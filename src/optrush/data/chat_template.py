@@ -1,8 +1,8 @@
 """Convert rows to token ids and a target mask with the model's own chat template, without guessing.
 
-A mask that is empty, complete or shifted trains a wrong model without a sign; so every doubt here is an error with the
-row's place. `mask` proves which characters the assistant wrote; offsets, or the tokens' bytes, map them to tokens.
-The texts of many rows are tokenized together, which takes most of the time.
+A mask that is empty, complete or shifted trains a wrong model silently, so every doubt here is an error with the row's
+location. `mask` proves which characters the assistant wrote; offsets, or the tokens' bytes, map them to tokens. The
+texts of many rows are tokenized together, which takes most of the time.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def refuse(chat: Chat, controls: re.Pattern[str], where: RowLocation) -> None:
     named += [(f"tools[{i}]", tool) for i, tool in enumerate(chat.tools)]
     for name, parts in named:
         for text in _texts(parts):
-            if found := controls.search(text):
-                why = f"{name} holds the text {found[0]}, which the tokenizer reads as a control token: a forged turn"
-                raise DataError(f"to learn from the messages at {where}", why, "remove it, or write it differently")
+            if match := controls.search(text):
+                found = f"{name} holds the text {match[0]}, which the tokenizer reads as a control token: a forged turn"
+                raise DataError(f"to learn from the messages at {where}", found, "remove it, or write it differently")
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all strings in nested lists and objects, names too."""
+    """Yield all strings in nested lists and objects, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -100,7 +100,7 @@ LONGEST_TEMPLATE_bytes = 64 * 2**10
 LONGEST_TEXT_bytes = 8 << 20  # per row; a book has 1 MiB
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # conversation shapes in memory; messages per shape
-COMPARED, COMPARED_ROWS = 512, 64  # tokens of a document, documents
+COMPARED, COMPARED_ROWS = 512, 64  # tokens compared per document; documents compared
 EVERYDAY = ("It's 7 12345, isn't it?\n\n\tNot so: x_1 == 3.14159;  HELLO", "Café, 日本語 and 🙂.", " a", "a  b ")
 WORDS_FROM = 256  # texts encoded before word lookup, whose setup takes 0.1 s
 HEAD, TAIL = 60, 30  # tokens of a document shown in errors, from its start and end
@@ -108,11 +108,11 @@ REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's 
 
 
 class Shape(NamedTuple):
-    """What templates look at in a conversation: the turns' roles, their parts, and texts that the template has."""
+    """The properties of a conversation that templates depend on: its turns' roles and parts, and literals in texts."""
 
     steady: bool  # reject if later turns change an answer's rendering
     plain: bool  # only texts, without strings that the template looks for
-    turns: tuple[int, ...]  # that are masked
+    turns: tuple[int, ...]  # the masked turns
     messages: tuple[object, ...]
 
 
@@ -121,7 +121,7 @@ class _Draft(NamedTuple):
 
     where: RowLocation
     text: str
-    special: bool  # add the tokenizer's special tokens: no template has written them
+    special: bool  # add the tokenizer's special tokens: the text comes from no template
     seam: int = 0  # targets start at this character
     spans: tuple[CharSpan, ...] = ()  # targets, or (if `rest`) non-targets
     rest: bool = True  # whether text outside the spans is a target
@@ -131,8 +131,8 @@ class _Draft(NamedTuple):
 class Tokens:
     """A fast tokenizer with its chat template, or the one given: rows in, documents out.
 
-    `today`: the date for templates that write it into the system prompt; None: the real one, which gives
-    other ids tomorrow.
+    `today`: the date for templates that write it into the system prompt; None: the current one, so that the ids change
+    every day.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Tokens:
         source = json.loads(self._engine.to_str())
         self._widths, self._composed = widths(source), composes(source)
         self._unknown = unknown_id(source)
-        self._encoded = self.lossy = 0  # texts; texts with prompt characters without a token
+        self._encoded = self.lossy = 0  # number of texts; number of texts that lose characters outside answers
         self._eos = cast("int | None", tokenizer.eos_token_id)
         self._end = "" if self._eos is None else str(tokenizer.convert_ids_to_tokens(self._eos))
         self._added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
@@ -171,9 +171,9 @@ class Tokens:
         Args:
             train_on: the targets of a conversation or completion: `assistant` all answers, `last` the last one,
                 `all` every token but the first. In a text every token is a target. With `answer` and `last-answer` the
-                thoughts of these answers are no targets.
+                thoughts of these answers are not targets.
         """
-        drafts: list[list[_Draft] | DataError] = []  # of each row
+        drafts: list[list[_Draft] | DataError] = []  # per row
         rendering = any(isinstance(part, Chat) for _, row in samples for part in parts_of(row))
         with LIMITS if rendering else nullcontext():
             for where, row in samples:
@@ -183,10 +183,10 @@ class Tokens:
                     ):
                         asked, found, do = self.images.args
                         raise DataError(f"{asked}, such as {where}", found, do)
-                    own = [self._draft(part, train_on, where) for part in parts_of(row)]
-                    for draft in own:
+                    texts = [self._draft(part, train_on, where) for part in parts_of(row)]
+                    for draft in texts:
                         refuse_long(draft.text, f"the row at {where}")
-                    drafts.append(own)
+                    drafts.append(texts)
                 except DataError as error:
                     drafts.append(error)
         made = iter(self._documents([draft for of in drafts if isinstance(of, list) for draft in of]))
@@ -246,7 +246,7 @@ class Tokens:
     def marked(self, row: Row) -> bool:
         """Return whether a plain text contains special tokens; its end-of-text token does not count.
 
-        They are tokenized as special tokens: pretraining data is written so. In messages they are refused.
+        They are tokenized as special tokens, as is usual in pretraining data. In messages they are rejected.
         """
         if not isinstance(row, Text | Completion):
             return False
@@ -262,8 +262,8 @@ class Tokens:
     def otherwise(self, folder: Path, documents: Iterable[Sequence[int]] = ()) -> str | None:
         """Return a text that the folder's tokenizer.json splits differently; None if none was found.
 
-        transformers builds some classes (`tokenizer_class`) by their own rules from the vocabulary; other
-        programs read the file as it is.
+        transformers builds some classes (`tokenizer_class`) from the vocabulary by other rules; other programs use the
+        file.
 
         Args:
             documents: token ids; the starts of their texts are compared.
@@ -280,10 +280,10 @@ class Tokens:
         stored.no_padding()
         texts = (self._engine.decode(list(ids[:COMPARED]), skip_special_tokens=True) for ids in documents)
         for text in (*texts, *EVERYDAY):
-            here, there = (_split(engine, text) for engine in (self._engine, stored))
-            if here != there:
-                at = next((i for i, (a, b) in enumerate(zip(here, there)) if a != b), 0)
-                a, b = (" | ".join(token for _, token in found[at : at + 4]) for found in (here, there))
+            ours, theirs = (_split(engine, text) for engine in (self._engine, stored))
+            if ours != theirs:
+                at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), 0)
+                a, b = (" | ".join(token for _, token in pieces[at : at + 4]) for pieces in (ours, theirs))
                 return (
                     f"{visible(text[:TAIL])!r}: tokenizer.json has the tokens {b}, {type(self.tokenizer).__name__} {a}"
                 )
@@ -304,11 +304,11 @@ class Tokens:
 
     def tagged(self) -> bool:
         """Return whether the chat template has generation tags; the targets do not depend on them."""
-        found = False
+        tagged = False
         for tools in (False, True):
             with suppress(DataError):
-                found |= GENERATION.search(self.template(tools)) is not None
-        return found
+                tagged |= GENERATION.search(self.template(tools)) is not None
+        return tagged
 
     def spans(
         self, chat: Chat, turns: Sequence[int], where: RowLocation, steady: bool, whole: bool = False
@@ -316,10 +316,10 @@ class Tokens:
         """Return the rendered conversation, and the characters that the assistant wrote in these turns.
 
         Args:
-            steady: refuse the row, too, if later turns change how the template writes one of these.
-            whole: also if the template leaves out reasoning: all tokens are targets.
+            steady: reject the row if later turns change how the template writes one of these.
+            whole: reject it if the template leaves out reasoning; for rows in which all tokens are targets.
 
-        Raises DataError: as `Masker`, or a message forges a turn.
+        Raises DataError: like `Masker`; or a message forges a turn.
         """
         template = self._tool_template if chat.tools else self._template
         shape = self._shape(chat, turns, steady)
@@ -345,7 +345,7 @@ class Tokens:
         messages, plain = list[object](), not chat.tools
         for m in chat.messages:
             text = f"{m.content}{m.reasoning}" if m.reasoning else m.content
-            sought = tuple([one for one in self._sought if one in text])
+            sought = tuple([literal for literal in self._sought if literal in text])
             plain &= m.plain and not sought
             messages += m.role, not m.content.strip(), m.reasoning is None, len(m.calls), len(m.images), sought
         return Shape(steady, plain, tuple(turns), (len(chat.tools), *messages))
@@ -365,7 +365,7 @@ class Tokens:
 
     @cached_property
     def _forgers(self) -> re.Pattern[str]:
-        """Tokens forbidden in messages: special ones, and the template's around plain turns."""
+        """Tokens forbidden in messages: special tokens, and tokens that the template writes around plain turns."""
         plain = (Message("system", "a"), Message("user", "b"), Message("assistant", "c"), Message("user", "d"))
         written = ""
         for name, turns in product(("_template", "_tool_template"), (plain, plain[1:])):
@@ -381,11 +381,11 @@ class Tokens:
 
     @cached_property
     def _tool_template(self) -> Template:
-        """The template for rows with tools: of several the one named `tool_use`, like transformers."""
-        own = self._opened(tools=True)
+        """The template for rows with tools: if there are several, the one named `tool_use`, like in transformers."""
+        template = self._opened(tools=True)
         with suppress(DataError):  # there may be only one
-            return self._template if self._template.source == own.source else own
-        return own
+            return self._template if self._template.source == template.source else template
+        return template
 
     def _opened(self, tools: bool) -> Template:
         try:
@@ -422,12 +422,12 @@ class Tokens:
         if unknown := {stop for span in spans for stop in span.stops} - self._control - REASONING_MARKS:
             refuse(row, any_of(unknown), where)
         if train_on.endswith("answer"):
-            said = [(rendered[s.start : s.end], row.messages[i]) for s, i in zip(spans, turns, strict=True)]
+            spoken = [(rendered[s.start : s.end], row.messages[i]) for s, i in zip(spans, turns, strict=True)]
             if (n := next((i for i in turns if _never_ending(row.messages[i])), None)) is not None:
                 found = f"messages[{n}] begins with <think> but has no </think>"
                 do = "add </think> where the thoughts end, or learn them, too (data.train_on: assistant)"
                 raise DataError(f"to learn the answers at {where}", found, do)
-            begin = [thoughts_end(text, turn.content, turn.reasoning) for text, turn in said]
+            begin = [thoughts_end(text, turn.content, turn.reasoning) for text, turn in spoken]
             spans = [s._replace(start=s.start + n) for s, n in zip(spans, begin, strict=True)]
         weights = tuple(row.messages[i].weight for i in turns)
         if train_on == "all" and any(m.weight not in (0, 1) for m in row.messages):
@@ -451,7 +451,7 @@ class Tokens:
         return result
 
     def _encode(self, drafts: Sequence[_Draft]) -> tuple[list[np.ndarray], dict[int, Encoding], dict[int, DataError]]:
-        """Return each draft's ids; by number the encodings with offsets where needed, and errors."""
+        """Return each draft's ids, and by draft number the encodings with offsets where needed, and the errors."""
         self._encoded += len(drafts)
         words = self._words if self._encoded > WORDS_FROM else None
         ids: list[Any] = [None] * len(drafts)
@@ -460,7 +460,7 @@ class Tokens:
         groups: dict[tuple[bool, bool], list[int]] = {}  # (with special tokens, with offsets): drafts
         for n, draft in enumerate(drafts):
             if words is not None and (not draft.special or self._head is not None):
-                with suppress(Exception):  # of the library; the engine's own error is met below
+                with suppress(Exception):  # from the library; the engine raises its error below
                     ids[n] = words.encode(draft.text)
             if ids[n] is None:
                 offsets = draft.spans != () and self._widths is None
@@ -498,28 +498,28 @@ class Tokens:
 
     @cached_property
     def _head(self) -> list[int] | None:
-        """The special tokens before a text; None if unknown, or if tokens do not map to bytes."""
+        """Special tokens before a text; None if unknown, or if tokens do not map to bytes."""
         if self._widths is None:
             return None
-        bare, whole = (self._engine.encode("a", add_special_tokens=special).ids for special in (False, True))
-        return whole[: -len(bare)] if whole[-len(bare) :] == bare else None
+        bare, full = (self._engine.encode("a", add_special_tokens=special).ids for special in (False, True))
+        return full[: -len(bare)] if full[-len(bare) :] == bare else None
 
     def _bytes(self, text: str, end: int | None = None) -> int:
-        """Return the number of bytes of a text, or up to a character; -1 if tokens do not match its bytes."""
+        """Return the bytes of a text, or of its first `end` characters; -1 if tokens do not match its bytes."""
         if text.isascii():
             return len(text) if end is None else end
         return len(text[:end].encode()) if not self._composed or unicodedata.is_normalized("NFC", text) else -1
 
     def _located(self, drafts: Sequence[_Draft], ids: Sequence[np.ndarray]) -> list[Document | None]:
-        """Return the documents of conversations, found by the bytes of all tokens at once.
+        """Return the documents of conversations, located by the bytes of all tokens at once.
 
         None: a text, or a conversation with an unusual span start or end (`_document`).
         """
-        found: list[Document | None] = [None] * len(drafts)
+        documents: list[Document | None] = [None] * len(drafts)
         plain = (n for n, draft in enumerate(drafts) if not draft.special and len(ids[n]))
         usual = [n for n in plain if not drafts[n].weights and all(len(span.stops) == 1 for span in drafts[n].spans)]
         if self._widths is None or not usual:
-            return found  # lost bytes show in the count
+            return documents  # `_document` makes them
         flat, starts = np.concatenate([ids[n] for n in usual]), np.cumsum([0, *(len(ids[n]) for n in usual)])
         ends = self._widths[flat].cumsum()
         edges = np.concatenate([[0], ends[starts[1:] - 1]])  # in bytes, of the texts
@@ -534,7 +534,7 @@ class Tokens:
         sound[rows[~inside]] = False
         rows, first, last, stop = (column[inside] for column in (rows, first, last, stop))
         sound[rows[(flat[last] != stop) | np.isin(flat[first], list(self._ends))]] = False
-        first, last = first[sound[rows]], last[sound[rows]]  # other spans may be in tokens of other texts
+        first, last = first[sound[rows]], last[sound[rows]]  # other spans may point into other texts
         steps = np.zeros(len(flat) + 1, np.int64)
         np.add.at(steps, first, 1)
         np.add.at(steps, last + 1, -1)
@@ -545,8 +545,8 @@ class Tokens:
             sound &= (flat[starts[:-1]] != self._bos) | (np.append(flat, -1)[starts[:-1] + 1] != self._bos)
         for k in np.flatnonzero(sound).tolist():
             a, b = int(starts[k]), int(starts[k + 1])
-            found[usual[k]] = Document(flat[a:b], targets[a:b])
-        return found
+            documents[usual[k]] = Document(flat[a:b], targets[a:b])
+        return documents
 
     def _document(self, draft: _Draft, ids: np.ndarray, encoding: Encoding | None) -> Document:
         ends: np.ndarray | None = None
@@ -571,7 +571,7 @@ class Tokens:
             if not len(ids) or ids[-1] != self._eos:
                 ids = np.concatenate((ids, np.array([self._eos], np.int32)))
             targets = np.ones(len(ids), bool)
-            # The token across the seam is a target: it must follow the tokens before it.
+            # A token across the seam is a target.
             if draft.seam and ends is not None:
                 n = int(ends.searchsorted(self._bytes(draft.text, draft.seam), "right"))
                 targets[: n + len(self._head or ())] = False
@@ -610,7 +610,7 @@ class Tokens:
         for span in draft.spans:
             learnt[span.start : span.end] = not draft.rest
         learnt[draft.seam :] |= draft.seam > 0
-        if self._unknown == -1:  # offsets behind a character that vanishes are too small, up to the next added token
+        if self._unknown == -1:  # after a dropped character, offsets are too small up to the next added token
             places = [span.start for span in draft.spans] + [draft.seam] * (draft.seam > 0)
             for at in places:
                 learnt[max((end for _, end in marks if end <= at), default=0) : at] = True
@@ -629,7 +629,7 @@ class Tokens:
     def _tokens(
         self, draft: _Draft, ids: np.ndarray, encoding: Encoding | None, ends: np.ndarray | None, span: CharSpan
     ) -> tuple[int, int]:
-        """Return the first and the last token of a span, its end-of-turn token included.
+        """Return the first and last token of a span, including its end-of-turn token.
 
         Args:
             ends: end of each token in the text's bytes, (n,); None: the encoding has offsets.
@@ -657,9 +657,8 @@ class Tokens:
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T  # the characters [start, end) of each
         start, end, stop = span.start, span.end - span.closed, self._added[span.stops[0]]
         asked = f"to mask the messages at {draft.where}"
-        # The end-of-turn token starts at the text's end, or a little earlier if it absorbs white space
-        # (`lstrip`). White space may come between (some templates write a space before it); it is a target too, or the
-        # model could not reach the end by itself.
+        # The end-of-turn token starts at the text's end, or earlier if it absorbs white space (`lstrip`). White space
+        # before it (some templates write a space) is a target too, or the model could not reach the end.
         last = int(ends.searchsorted(end, "right"))
         while last < len(ids) and ids[last] != stop:
             if ids[last] in self._ends and not span.closed:
@@ -670,14 +669,14 @@ class Tokens:
         if last == len(ids):
             raise DataError(asked, NO_STOP, MEND_TEMPLATE)
         first = int(ends.searchsorted(start, "right"))
-        # A header's mark that swallows white space (`rstrip`) can reach into the text; it is the header's still.
+        # A header's mark that absorbs white space (`rstrip`) can reach into the text; it still belongs to the header.
         while first < last and ids[first] in self._ends and starts[first] < start:
             first += 1
         return first, last
 
 
 def _covered(length: int, offsets: np.ndarray) -> np.ndarray:
-    """Return which characters are in a token, from the tokens' offsets [start, end), (n, 2)."""
+    """Return the mask of characters in a token, (length,) bool, from the tokens' offsets [start, end), (n, 2)."""
     steps = np.zeros(length + 1, np.int64)
     np.add.at(steps, offsets[:, 0], 1)
     np.add.at(steps, offsets[:, 1], -1)
@@ -709,7 +708,7 @@ def _never_ending(turn: Message) -> bool:
 
 
 def answers(chat: Chat, train_on: str) -> list[int]:
-    """Return the turns for the mask, by number: the learnt ones, or with `all` the others."""
+    """Return the numbers of the answers to mask: those that are targets, or with `all` the others."""
     turns = [i for i, message in enumerate(chat.messages) if message.role == "assistant"]
     if train_on == "all":
         return [i for i in turns if not chat.messages[i].learnt]
@@ -738,12 +737,12 @@ def _engine(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def _split(engine: Tokenizer, text: str) -> list[tuple[int, str]]:
-    """Return a text's tokens; none if part of it has no token."""
+    """Return a text's (id, token) pairs; empty if the engine fails."""
     try:
-        found = engine.encode(text, add_special_tokens=False)
+        encoding = engine.encode(text, add_special_tokens=False)
     except Exception:  # the library raises bare Exceptions
         return []
-    return list(zip(found.ids, found.tokens, strict=True))
+    return list(zip(encoding.ids, encoding.tokens, strict=True))
 
 
 AS_STORED = "set tokenizer_class: PreTrainedTokenizerFast in the base's tokenizer_config.json to train with that file"

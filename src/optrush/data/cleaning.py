@@ -1,7 +1,7 @@
 """Clean data: measure every row once, apply the filters of `data.clean` in order, write the kept rows and a record.
 
 Worker processes measure the rows, one part of a file at a time; then the filters use the measurements. A filter
-that counts over rows (how many contain an item, which came first) counts the rows kept by earlier filters.
+that compares rows (how many contain an item, which came first) counts only the rows kept by earlier filters.
 Measurements are in memory: some ten bytes per row, for near duplicates a kilobyte more. The result does not depend
 on the number of processes.
 """
@@ -63,10 +63,10 @@ if TYPE_CHECKING:
 
     from optrush.data.chat_template import Tokens
 
-WHOLE = "text"  # as a field of items: all of the row's text
+WHOLE = "text"  # the field of items that is the entire text of the row
 STAYS, BAD = 0, 255  # values of `Table.taken`; between them the filters' numbers, from 1
-BATCH_rows = 1024  # rows that are measured at a time,
-WORKER_bytes = 4 << 20  # file bytes per worker: for less, its start would take longer
+BATCH_rows = 1024  # rows measured at a time
+WORKER_bytes = 4 << 20  # minimum of file bytes per worker: for less, its start would take longer
 BATCH_chars = 1 << 20  # text per batch: a tokenizer needs some 100 bytes per token
 LANGUAGE_chars = 2000  # of a row's text, used to identify its language
 MOST_NEAR_bytes = 16 << 30  # memory for finding near duplicates
@@ -76,24 +76,24 @@ LIBRARIES = ("numpy", "py3langid", "rensa", "tokenizers")
 ROWS, REMOVED, QUARANTINE = "rows.jsonl", "removed.jsonl", "quarantine.jsonl"
 
 Columns = Mapping[str, np.ndarray]  # measurements, one entry per row
-Progress = Callable[[float, int], None]  # the share of the work that is done, the rows read so far
-Values = Mapping[str, np.ndarray]  # any number per row, concatenated
+Progress = Callable[[float, int], None]  # the share of the work done, the rows read so far
+Values = Mapping[str, np.ndarray]  # any number of entries per row, concatenated
 
 
 @dataclass(frozen=True)
 class Cleaned:
     """The result of cleaning."""
 
-    # Per file (rows,) bool: row k of a part is entry `part.first - 1 + k`. A bad row is kept: the next reader must
-    # reject it again.
+    # Per file (rows,) bool: row k of a part is entry `part.first - 1 + k`. Bad rows are kept, for the next reader to
+    # reject.
     kept: dict[Path, np.ndarray]
     record: dict[
         str, Any
     ]  # settings, inputs and results as in cleaning.json; without times, the same for the same input
-    table: Table  # why each row was removed
+    table: Table  # has the reason why each row was removed
 
     def summary(self) -> str:
-        """Return the counts in a line."""
+        """Return the counts as a line of text."""
         taken = [f"{f['name']} {f['taken']:,}" for f in self.record["filters"] if f["taken"]]
         taken += [f"bad {self.record['bad']['rows']:,}"] if self.record["bad"]["rows"] else []
         stay = f"{self.record['kept']['rows']:,} of {self.record['rows']:,} rows remain"
@@ -113,14 +113,14 @@ def clean_files(
     progress: Progress = lambda share, rows: None,
     cache: Path | None = None,
 ) -> Cleaned:
-    """Return which rows of the files are kept.
+    """Return the kept rows of the files, with the record of the cleaning.
 
     Args:
         files: in order; of equal rows the first is kept.
         tokens: the tokenizer, required by `settings.tokens`.
-        bad_rows: `error` raises at the first row that cannot be read, `quarantine` counts them.
-        most_bad: the share of the rows that may be bad with `quarantine`.
-        workers: processes; None: one a core.
+        bad_rows: `error` raises at the first invalid row, `quarantine` counts them.
+        most_bad: the largest allowed share of bad rows with `quarantine`.
+        workers: processes; None: one per core.
         cache: for hub data sets, such as the evaluation data.
 
     Raises:
@@ -138,13 +138,13 @@ def clean_files(
         tokenizer = tokens.tokenizer.backend_tokenizer.to_str()
     judging = [] if settings.decontaminate is None else find_files(settings.decontaminate, cache)
     evaluation = read_evaluation(judging, text_rows, rules) if judging else None
-    reading = 0.75 if settings.near_duplicates is not None else 0.95  # of the work, about
+    reading = 0.75 if settings.near_duplicates is not None else 0.95  # approximate share of the work
     task = Task(settings, text_rows, rules, tokenizer, evaluation)
     table = measure_files(
         files, task, workers, lambda share, rows: progress(reading * share, rows), bad_rows == "error"
     )
     if len(table.bad) > most_bad * len(table):
-        refused = [tokenize.BadRow(where, bad_row(where, why)) for _, where, why in table.bad]
+        refused = [tokenize.BadRow(where, bad_row(where, reason)) for _, where, reason in table.bad]
         tokenize.check_bad_share(refused, len(table), most_bad)
     for share in table.apply():
         progress(reading + (1 - reading) * share, len(table))
@@ -161,14 +161,14 @@ def clean_files(
 
 
 def measure_files(files: Sequence[Path], task: Task, workers: int | None, progress: Progress, strict: bool) -> Table:
-    """Return the measured rows of all files, and which are bad; `strict` raises DataError at the first bad one."""
+    """Return the measurements and bad rows of all files; `strict`: raise DataError at the first bad row."""
     parts = [part for file in files for part in chunks(file, tokenize.chunk_bytes(files), task.text_rows)]
     # The cost of a part: its bytes, or row groups of a Parquet file.
     sizes = [max(1, p.file.stat().st_size if p.end is None else p.end - p.start) for p in parts]
     table, done = Table(task), 0.0
     table.stamps = {file: _stamp(file) for file in files}
-    for part, size, found in zip(parts, sizes, _measured(task, parts, workers)):
-        table.add(part, found)
+    for part, size, measured in zip(parts, sizes, _measured(task, parts, workers)):
+        table.add(part, measured)
         if table.bad and strict:
             raise bad_row(*table.bad[0][1:])
         progress((done := done + size) / sum(sizes), len(table))
@@ -178,7 +178,7 @@ def measure_files(files: Sequence[Path], task: Task, workers: int | None, progre
 def check_settings(settings: Cleaning) -> None:
     """Raise ConfigError for bounds the wrong way round, an invalid pattern, items without a condition, or no filter."""
     bounded = [("chars", settings.chars), ("tokens", settings.tokens)]
-    bounded += [(f"items[{i}].bounds", one.bounds) for i, one in enumerate(settings.items)]
+    bounded += [(f"items[{i}].bounds", entry.bounds) for i, entry in enumerate(settings.items)]
     for name, bounds in bounded:
         if bounds is None:
             continue
@@ -186,18 +186,18 @@ def check_settings(settings: Cleaning) -> None:
         if (least is None and most is None) or (least is not None and most is not None and least > most):
             do = "give [least, most]; null for no limit"
             raise ConfigError(f"`data.clean.{name}: {list(bounds)}`", "the minimum exceeds the maximum", do)
-    for i, one in enumerate(settings.items):
+    for i, entry in enumerate(settings.items):
         name = f"`data.clean.items[{i}]`"
-        if one.bounds is None and one.rarest is None:
+        if entry.bounds is None and entry.rarest is None:
             raise ConfigError(name, "neither `bounds` nor `rarest`", "set one of them")
-        if one.field == WHOLE and one.pattern is None:
+        if entry.field == WHOLE and entry.pattern is None:
             do = 'define items of the text, `pattern: "^- (.+)$"`, or use another `field`'
             raise ConfigError(name, "the whole text as one item", do)
-        if one.pattern is not None:
+        if entry.pattern is not None:
             try:
-                re.compile(one.pattern)
+                re.compile(entry.pattern)
             except re.error as error:
-                asked = f"`data.clean.items[{i}].pattern: {one.pattern}`"
+                asked = f"`data.clean.items[{i}].pattern: {entry.pattern}`"
                 raise ConfigError(asked, f"not a regular expression: {error}", "fix it; quote it in YAML") from None
     if not filters(settings):
         do = "add a filter: data.clean.chars, tokens, items, repeated_lines, language, exact_duplicates, ..."
@@ -218,11 +218,11 @@ def _check_libraries(settings: Cleaning) -> None:
                 raise ConfigError(f"`data.clean.language: {code}`", "unknown language code", nearest(code, known))
 
 
-# --- the filters
+# --- The filters.
 
 
 class Filter(NamedTuple):
-    """One filter: its name in records, its kind, its label for people, and the index of its items."""
+    """One filter: its name in records, its kind, its label, and the index of its items."""
 
     name: str
     kind: str
@@ -236,12 +236,12 @@ def filters(settings: Cleaning) -> list[Filter]:
         settings.chars and Filter("chars", "chars", f"characters: {_limits(settings.chars)}"),
         settings.tokens and Filter("tokens", "tokens", f"tokens: {_limits(settings.tokens)}"),
     ]
-    for i, one in enumerate(settings.items):
-        name, title = f"items[{i}]", _title(one)
-        if one.bounds is not None:
-            chosen.append(Filter(f"{name}.bounds", "count", f"number of {title}: {_limits(one.bounds)}", i))
-        if one.rarest is not None:
-            chosen.append(Filter(f"{name}.rarest", "rare", f"{title} in at least {one.rarest:,} rows", i))
+    for i, entry in enumerate(settings.items):
+        name, title = f"items[{i}]", _title(entry)
+        if entry.bounds is not None:
+            chosen.append(Filter(f"{name}.bounds", "count", f"number of {title}: {_limits(entry.bounds)}", i))
+        if entry.rarest is not None:
+            chosen.append(Filter(f"{name}.rarest", "rare", f"{title} in at least {entry.rarest:,} rows", i))
     if (most := settings.repeated_lines) is not None:
         chosen.append(Filter("repeated_lines", "repeated", f"in repeated lines: at most {most:.4g}"))
     if settings.language:
@@ -252,7 +252,7 @@ def filters(settings: Cleaning) -> list[Filter]:
         chosen.append(Filter("near_duplicates", "near", f"near duplicates: similarity from {least:.4g}"))
     if settings.decontaminate is not None:
         chosen.append(Filter("decontaminate", "contaminated", f"text shared with {settings.decontaminate}"))
-    return [one for one in chosen if one is not None]
+    return [entry for entry in chosen if entry is not None]
 
 
 def _title(items: Items) -> str:
@@ -265,17 +265,17 @@ def _limits(bounds: Bounds) -> str:
     return ", ".join(f"{side} {bound:,.10g}" for side, bound in given if bound is not None) or "any"
 
 
-def _outside(one: Filter, settings: Cleaning, columns: Columns) -> np.ndarray:
-    """Return the rows that a filter removes independently of other rows, (N,) bool; none for other filters."""
-    if one.kind in ("chars", "tokens"):
-        return _beyond(columns[one.kind], getattr(settings, one.kind))
-    if one.kind == "count":
-        return _beyond(np.maximum(columns[f"items{one.at}"], 0), settings.items[one.at].bounds or (None, None))
-    if one.kind == "repeated":
+def _outside(rule: Filter, settings: Cleaning, columns: Columns) -> np.ndarray:
+    """Return the rows that a filter removes, (N,) bool; all False for filters that compare rows."""
+    if rule.kind in ("chars", "tokens"):
+        return _beyond(columns[rule.kind], getattr(settings, rule.kind))
+    if rule.kind == "count":
+        return _beyond(np.maximum(columns[f"items{rule.at}"], 0), settings.items[rule.at].bounds or (None, None))
+    if rule.kind == "repeated":
         return np.asarray(columns["repeated"] > (settings.repeated_lines or 0.0))
-    if one.kind == "language":
+    if rule.kind == "language":
         return ~np.isin(columns["language"], np.array([b"", *(code.encode() for code in settings.language)]))
-    if one.kind == "contaminated":
+    if rule.kind == "contaminated":
         return columns["contaminated"] > 0
     return np.zeros(len(columns["chars"]), bool)
 
@@ -289,7 +289,7 @@ def _beyond(values: np.ndarray, bounds: Bounds) -> np.ndarray:
 def items_of(items: Items, row: Mapping[str, Any], text: str) -> list[str] | None:
     """Return the row's items unchanged; None if it has no such field.
 
-    For a list of objects: that field of each. Entries other than text become JSON; empty ones are dropped.
+    In a list of objects, the field of each. Entries other than text become JSON; empty ones are dropped.
     """
     entries: list[Any] | None = [text] if items.field == WHOLE else _under(row, items.field.split("."))
     if entries is None:
@@ -318,9 +318,9 @@ def _under(value: Any, keys: list[str]) -> list[Any] | None:
     return value if isinstance(value, list) else [value]
 
 
-def _different(found: list[str] | None) -> list[str]:
-    """Return the different items in their order; case and outer white space do not distinguish them."""
-    return list(dict.fromkeys(item.strip().casefold() for item in found or ()))
+def _different(items: list[str] | None) -> list[str]:
+    """Return the distinct items in order, ignoring case and outer white space."""
+    return list(dict.fromkeys(item.strip().casefold() for item in items or ()))
 
 
 def repeated_share(text: str) -> float:
@@ -333,11 +333,11 @@ def repeated_share(text: str) -> float:
     return (every - sum(map(len, set(parts)))) / every if every else 0.0
 
 
-# --- measuring rows
+# --- Measuring rows.
 
 
 class Task(NamedTuple):
-    """The settings of a worker: text_rows of `data`, and the tokenizer as JSON."""
+    """The settings of a worker, with `data.text_rows` and the tokenizer as JSON."""
 
     settings: Cleaning
     text_rows: str
@@ -347,7 +347,7 @@ class Task(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A part's columns and values, and its bad rows: place in the part, line, why."""
+    """A part's columns and values, and its bad rows: index in the part, line, reason."""
 
     columns: dict[str, np.ndarray]
     values: dict[str, np.ndarray]
@@ -355,7 +355,7 @@ class Measured(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A good row: its place in the batch, the row as read and as parsed, and its text."""
+    """A good row: its index in the batch, the raw and the parsed row, and its text."""
 
     place: int
     raw: dict[str, Any]
@@ -374,7 +374,7 @@ def _measured(task: Task, parts: Sequence[Chunk], workers: int | None) -> Iterat
 
 
 class Measure:
-    """Measures parts; one a process.
+    """Measure parts; one instance per process.
 
     A filter skips rows that earlier per-row filters removed, so cheap filters come first.
     """
@@ -394,14 +394,14 @@ class Measure:
         return Measure, (self.task,)
 
     def __call__(self, chunk: Chunk, beat: pool.Beat) -> Measured:
-        """Measure all rows of a part."""
+        """Return the measurements of a part."""
         blocks: list[tuple[Columns, Values]] = []
         bad: list[tuple[int, int, str]] = []
         done = 0
         compared = bool(filters(self.task.settings))
         for places, entries, refused in _batches(chunk, self.task.text_rows, self.task.rules, compared):
             blocks.append(self._block(np.array(places), entries))
-            bad += [(done + place, places[place], why) for place, why in refused]
+            bad += [(done + place, places[place], reason) for place, reason in refused]
             done += len(places)
             beat(len(places))
         columns, values = (
@@ -414,20 +414,20 @@ class Measure:
         n = len(places)
         columns, values = {"line": places, "chars": np.zeros(n, np.int64)}, dict[str, np.ndarray]()
         columns["chars"][[e.place for e in entries]] = [len(e.text) for e in entries]
-        for one in self.filters:
-            measured, more = self._figures(one, entries)
+        for rule in self.filters:
+            measured, more = self._figures(rule, entries)
             values |= more
             for name, figures in measured.items():
                 columns[name] = np.zeros((n, *figures.shape[1:]), figures.dtype)
                 columns[name][[e.place for e in entries]] = figures
-            taken = _outside(one, self.settings, columns)
+            taken = _outside(rule, self.settings, columns)
             entries = [e for e in entries if not taken[e.place]]
         return columns, values
 
-    def _figures(self, one: Filter, entries: list[_Entry]) -> tuple[Columns, Values]:
-        """Return the columns and the values that a filter needs of these rows."""
+    def _figures(self, rule: Filter, entries: list[_Entry]) -> tuple[Columns, Values]:
+        """Return the columns and values of these rows that a filter needs."""
         texts = [e.text for e in entries]
-        if one.kind == "tokens":
+        if rule.kind == "tokens":
             assert self.tokenizer is not None
             for text in texts:
                 refuse_long(text, f"the row that begins {text[:60]!r}")
@@ -440,45 +440,45 @@ class Measure:
                         self.tokenizer.encode(text)
                 raise
             return {"tokens": np.array([len(e) for e in encoded], np.int64)}, {}
-        if one.kind in ("count", "rare"):
-            return self._items(one, entries)
-        if one.kind == "repeated":
+        if rule.kind in ("count", "rare"):
+            return self._items(rule, entries)
+        if rule.kind == "repeated":
             return {"repeated": np.array([repeated_share(t) for t in texts], np.float64)}, {}
-        if one.kind == "language":  # no code for a text without a letter
+        if rule.kind == "language":  # texts without letters have no code
             from py3langid import classify
 
             codes = [classify(t)[0] if any(map(str.isalpha, t)) else "" for t in (t[:LANGUAGE_chars] for t in texts)]
             return {"language": np.array(codes, "S8")}, {}
-        if one.kind == "exact":
+        if rule.kind == "exact":
             return {"digest": np.frombuffer(b"".join(map(text_digest, texts)), "<u8").reshape(-1, 2)}, {}
-        if one.kind == "near":
+        if rule.kind == "near":
             assert self.settings.near_duplicates is not None
             sets = [shingles(own_text(e.row)) for e in entries]
             runs, sizes = np.concatenate([np.zeros(0, np.uint32), *sets]), np.array(list(map(len, sets)), np.int32)
             keys = bands(runs, sizes[sizes > 0], banding(self.settings.near_duplicates))
             return {"shingles": sizes}, {"shingles": runs, "bands": keys}
-        if self.task.evaluation is not None and one.kind == "contaminated":
+        if self.task.evaluation is not None and rule.kind == "contaminated":
             shared = [self.task.evaluation.shared(own_text(e.row)) for e in entries]
             return {"contaminated": np.array(shared, np.int32)}, {}
         return {}, {}
 
-    def _items(self, one: Filter, entries: list[_Entry]) -> tuple[Columns, Values]:
-        """Count each row's items, -1 if it has no such field; for `rare` also the distinct ones."""
-        found = [items_of(self.settings.items[one.at], e.raw, e.text) for e in entries]
-        columns = {f"items{one.at}": np.array([-1 if f is None else len(f) for f in found], np.int32)}
-        if one.kind == "count":
+    def _items(self, rule: Filter, entries: list[_Entry]) -> tuple[Columns, Values]:
+        """Return each row's number of items, -1 if it has no such field; for `rare` also of the distinct ones."""
+        items = [items_of(self.settings.items[rule.at], e.raw, e.text) for e in entries]
+        columns = {f"items{rule.at}": np.array([-1 if f is None else len(f) for f in items], np.int32)}
+        if rule.kind == "count":
             return columns, {}
-        different = list(map(_different, found))
-        if self.settings.items[one.at].bounds is not None:
-            columns.clear()  # already counted, for more rows
-        columns[f"different{one.at}"] = np.array(list(map(len, different)), np.int32)
-        return columns, {f"items{one.at}": hashed(item for items in different for item in items)}
+        different = list(map(_different, items))
+        if self.settings.items[rule.at].bounds is not None:
+            columns.clear()  # already counted by the filter `count`, for more rows
+        columns[f"different{rule.at}"] = np.array(list(map(len, different)), np.int32)
+        return columns, {f"items{rule.at}": hashed(item for row in different for item in row)}
 
 
 def _batches(
     chunk: Chunk, text_rows: str, rules: RowRules, compared: bool
 ) -> Iterator[tuple[list[int], list[_Entry], list[tuple[int, str]]]]:
-    """Yield (the rows' lines, the good ones, the bad ones with the reason) of some rows at a time."""
+    """Yield (lines of the rows, good rows, bad rows with the reason), a batch at a time."""
     places: list[int] = []
     entries: list[_Entry] = []
     bad: list[tuple[int, str]] = []
@@ -505,11 +505,11 @@ def _batches(
         yield places, entries, bad
 
 
-# --- applying the filters
+# --- Applying the filters.
 
 
 class Table:
-    """The concatenated rows of all files: row i of N is the i-th added."""
+    """The rows of all files, N in the order in which they were added."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.settings = task, task.settings
@@ -517,7 +517,7 @@ class Table:
         self.parts: list[Chunk] = []
         self.stamps: dict[Path, tuple[int, int]] = {}  # of the files, when they were first read
         self.begins = [0]  # the first row of each part, and N
-        self.bad: list[tuple[int, RowLocation, str]] = []  # bad rows and why
+        self.bad: list[tuple[int, RowLocation, str]] = []  # bad rows with the reason
         self.columns: Columns = {}  # measurements
         self.values: Values = {}
         self._added: list[Measured] = []
@@ -529,7 +529,7 @@ class Table:
     def add(self, part: Chunk, measured: Measured) -> None:
         """Add the next part's rows."""
         begin = self.begins[-1]
-        self.bad += [(begin + place, RowLocation(part.file, line), why) for place, line, why in measured.bad]
+        self.bad += [(begin + place, RowLocation(part.file, line), reason) for place, line, reason in measured.bad]
         self._added.append(measured)
         self.parts.append(part)
         self.begins.append(begin + len(measured.columns.get("line", ())))
@@ -542,7 +542,7 @@ class Table:
             raise NeedsError("`data.clean.near_duplicates`", found, do)
 
     def apply(self) -> Iterator[float]:
-        """Apply the filters and yield the share of the work that is done."""
+        """Apply the filters; yield the share of the work done."""
         self.columns, self.values = (
             {name: np.concatenate([part[name] for part in kind if part]) for name in next(filter(None, kind), {})}
             for kind in ([m.columns for m in self._added], [m.values for m in self._added])
@@ -551,38 +551,38 @@ class Table:
         n = len(self)
         self.taken = np.zeros(n, np.uint8)  # the filter that removed each row
         self.taken[[i for i, _, _ in self.bad]] = BAD
-        # For a duplicate the kept row, for a rare item its index among the row's distinct ones.
+        # For a duplicate, the kept row; for a rare item, its index among the row's distinct items.
         self.of = np.zeros(n, np.int64)
         self.share = np.zeros(n)  # near duplicate: similarity; rare item: number of rows
-        for number, one in enumerate(self.filters, 1):
+        for number, rule in enumerate(self.filters, 1):
             alive = self.taken == STAYS
-            if one.kind in ("count", "rare"):
-                self._check_field(one, alive)
-            if one.kind == "rare":
-                self._take_rare(one, alive, number)
-            elif one.kind == "exact":
+            if rule.kind in ("count", "rare"):
+                self._check_field(rule, alive)
+            if rule.kind == "rare":
+                self._take_rare(rule, alive, number)
+            elif rule.kind == "exact":
                 again, first = exact(self.columns["digest"], alive)
                 self.taken[again], self.of[again] = number, first
-            elif one.kind == "near":
+            elif rule.kind == "near":
                 yield from self._take_near(alive, number)
             else:
-                self.taken[alive & _outside(one, self.settings, self.columns)] = number
+                self.taken[alive & _outside(rule, self.settings, self.columns)] = number
         yield 1.0
 
-    def _check_field(self, one: Filter, alive: np.ndarray) -> None:
-        if alive.any() and (self.columns[f"items{one.at}"][alive] < 0).all():
+    def _check_field(self, rule: Filter, alive: np.ndarray) -> None:
+        if alive.any() and (self.columns[f"items{rule.at}"][alive] < 0).all():
             _, raw = next(self.reread([int(np.flatnonzero(alive)[0])]))
-            name = f"`data.clean.items[{one.at}].field: {self.settings.items[one.at].field}`"
+            name = f"`data.clean.items[{rule.at}].field: {self.settings.items[rule.at].field}`"
             known = ", ".join(list(raw)[:8])
             raise DataError(name, f"no row has it; the first row has {known}", "use a key of the rows, dotted")
 
-    def _take_rare(self, one: Filter, alive: np.ndarray, number: int) -> None:
+    def _take_rare(self, rule: Filter, alive: np.ndarray, number: int) -> None:
         """Remove rows with an item that too few rows have; a row counts once per item."""
-        least = self.settings.items[one.at].rarest or 0
-        sizes, hashes = self.columns[f"different{one.at}"].astype(np.int64), self.values[f"items{one.at}"]
+        least = self.settings.items[rule.at].rarest or 0
+        sizes, hashes = self.columns[f"different{rule.at}"].astype(np.int64), self.values[f"items{rule.at}"]
         mine = np.repeat(alive, sizes)
         known, counts = np.unique(hashes[mine], return_counts=True)
-        rows = np.full(len(hashes), least, np.int64)  # that have each item
+        rows = np.full(len(hashes), least, np.int64)  # number of rows with each item
         rows[mine] = counts[np.searchsorted(known, hashes[mine])]
         some = np.flatnonzero(alive & (sizes > 0))
         starts = (np.cumsum(sizes) - sizes)[some]
@@ -602,17 +602,17 @@ class Table:
             self.taken[i], self.of[i], self.share[i] = number, like, share
             yield i / len(self)
 
-    # --- places, rows, reasons
+    # --- Locations, rows, reasons.
 
     def where(self, i: int) -> RowLocation:
-        """Return the place of row i."""
+        """Return the location of row i."""
         return RowLocation(self.parts[self._part(i)].file, int(self.columns["line"][i]))
 
     def _part(self, i: int) -> int:
         return int(np.searchsorted(self.begins, i, "right")) - 1
 
     def reread(self, rows: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Read these good rows again from their files; ascending."""
+        """Yield these good rows, read again from their files; `rows` is ascending."""
         left = list(rows)[::-1]
         while left:
             part = self._part(left[-1])
@@ -627,7 +627,7 @@ class Table:
                 raise _changed(self.parts[part].file)
 
     def kept(self) -> dict[Path, np.ndarray]:
-        """Return per file which rows are kept or bad, (rows,) bool."""
+        """Return per file the mask of rows that are kept or bad, (rows,) bool."""
         masks: dict[Path, np.ndarray] = {}
         stays = (self.taken == STAYS) | (self.taken == BAD)
         for part, begin, end in zip(self.parts, self.begins, self.begins[1:]):
@@ -637,29 +637,29 @@ class Table:
         return masks
 
     def reason(self, i: int, reread: Callable[[], Mapping[str, Any]]) -> str:
-        """Return why row i was removed; `reread` returns the row from its file, if the reason quotes it."""
-        one = self.filters[int(self.taken[i]) - 1]
+        """Return the reason why row i was removed; `reread` returns the raw row, for reasons that quote it."""
+        rule = self.filters[int(self.taken[i]) - 1]
         settings, columns = self.settings, self.columns
-        if one.kind in ("chars", "tokens"):
-            name = "characters" if one.kind == "chars" else "tokens"
-            return f"{columns[one.kind][i]:,} {name}; {_limits(getattr(settings, one.kind))}"
-        if one.kind == "count":
-            items, n = settings.items[one.at], int(columns[f"items{one.at}"][i])
+        if rule.kind in ("chars", "tokens"):
+            name = "characters" if rule.kind == "chars" else "tokens"
+            return f"{columns[rule.kind][i]:,} {name}; {_limits(getattr(settings, rule.kind))}"
+        if rule.kind == "count":
+            items, n = settings.items[rule.at], int(columns[f"items{rule.at}"][i])
             assert items.bounds is not None
             return (f"no {items.field}" if n < 0 else f"{n:,} {_title(items)}") + f"; {_limits(items.bounds)}"
-        if one.kind == "rare":
-            items, row = settings.items[one.at], reread()
+        if rule.kind == "rare":
+            items, row = settings.items[rule.at], reread()
             item = _different(items_of(items, row, self._text(i, row)))[int(self.of[i])]
             n = int(self.share[i])
             return f"{_shortened(item, 80)!r} is in {n:,} row{'s' * (n != 1)}; at least {items.rarest:,}"
-        if one.kind == "repeated":
+        if rule.kind == "repeated":
             share = columns["repeated"][i]
             return f"{share:.1%} of its characters are in repeated lines; at most {settings.repeated_lines:.4g}"
-        if one.kind == "language":
+        if rule.kind == "language":
             return f"its language is {columns['language'][i].decode()}"
-        if one.kind == "exact":
+        if rule.kind == "exact":
             return f"the same text as {self.where(int(self.of[i]))}"
-        if one.kind == "near":
+        if rule.kind == "near":
             return f"similarity {self.share[i]:.3f} with {self.where(int(self.of[i]))}"
         evaluation = self.task.evaluation
         assert evaluation is not None
@@ -670,13 +670,13 @@ class Table:
     def _text(self, i: int, raw: Mapping[str, Any]) -> str:
         return schema.row_text(schema.parse_row(self.where(i), dict(raw), self.task.rules))
 
-    # --- the record
+    # --- The record.
 
     def record(self, files: Sequence[Path], evaluation: Sequence[Path], **given: Any) -> dict[str, Any]:
         """Return the record of a cleaning: settings (plus `given`), inputs and results; without times."""
         stays = self.taken == STAYS
         settings = self.settings.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-        first = [{"file": str(w.file), "line": w.line, "reason": why} for _, w, why in self.bad[:EXAMPLES]]
+        first = [{"file": str(w.file), "line": w.line, "reason": reason} for _, w, reason in self.bad[:EXAMPLES]]
         mask = hashlib.sha256(np.packbits(stays).tobytes()).hexdigest()
         installed = {d.name for d in distributions()}
         versions = {name: version(name) for name in LIBRARIES if name in installed}
@@ -689,7 +689,7 @@ class Table:
         }  # fmt: skip
 
     def _filters(self) -> list[dict[str, Any]]:
-        """Return of each filter how many rows it took, how many were left, and the first of them."""
+        """Return for each filter the number of rows that it removed, the number left, and the first removed rows."""
         counts = np.bincount(self.taken, minlength=BAD + 1)
         left = len(self) - int(counts[BAD])
         firsts = {n: np.flatnonzero(self.taken == n)[:EXAMPLES].tolist() for n in range(1, len(self.filters) + 1)}
@@ -699,10 +699,10 @@ class Table:
             text = _shortened(self._text(i, raw), EXAMPLE_chars)
             examples[i] = {"file": str(where.file), "line": where.line, "reason": reason, "text": text}
         results = []
-        for number, one in enumerate(self.filters, 1):
+        for number, rule in enumerate(self.filters, 1):
             left -= (taken := int(counts[number]))
             first = [examples[i] for i in firsts[number]]
-            results.append({"name": one.name, "label": one.label, "taken": taken, "left": left, "examples": first})
+            results.append({"name": rule.name, "label": rule.label, "taken": taken, "left": left, "examples": first})
         return results
 
 
@@ -729,13 +729,13 @@ def _named(file: Path) -> dict[str, Any]:
     return {"file": str(file), "bytes": file.stat().st_size, "sha256": file_sha256(file)}
 
 
-# --- the output of `optrush data clean`
+# --- The output of `optrush data clean`.
 
 
 def write_rows(cleaned: Cleaned, folder: Path) -> dict[str, Any]:
-    """Write the kept, the removed, and any bad rows; return the record with their digests.
+    """Write the kept, removed and bad rows; return the record with the digests of these files.
 
-    Rows of JSON Lines files are copied byte for byte, others written as JSON (NaN becomes null).
+    Rows of JSON Lines files are copied byte for byte, others are written as JSON (NaN becomes null).
     Raises DataError: a file has changed since it was measured.
     """
     table = cleaned.table
@@ -750,14 +750,14 @@ def write_rows(cleaned: Cleaned, folder: Path) -> dict[str, Any]:
                 removed.write(_line(values | {"reason": table.reason(i, reread)}))
     if table.bad:
         with (folder / QUARANTINE).open("wb") as bad:
-            bad.writelines(_line({"file": str(w.file), "line": w.line, "reason": why}) for _, w, why in table.bad)
+            bad.writelines(_line({"file": str(w.file), "line": w.line, "reason": reason}) for _, w, reason in table.bad)
     names = [name for name in (ROWS, REMOVED, QUARANTINE) if (folder / name).exists()]
     output = {name: {"bytes": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)} for name in names}
     return {**cleaned.record, "output": output}
 
 
 def _all_rows(table: Table) -> Iterator[tuple[int, bytes, Callable[[], dict[str, Any]]]]:
-    """Yield every row: its number, its line of JSON (empty if it is bad), and a function that returns it as read."""
+    """Yield every row: its number, its line of JSON (empty if bad), and a function that returns the raw row."""
     for file, numbers in groupby(range(len(table.parts)), lambda k: table.parts[k].file):
         parts = list(numbers)
         i, end = table.begins[parts[0]], table.begins[parts[-1] + 1]
@@ -772,20 +772,20 @@ def _all_rows(table: Table) -> Iterator[tuple[int, bytes, Callable[[], dict[str,
 def _rows_of(file: Path, text_rows: str) -> Iterator[tuple[bytes, Callable[[], dict[str, Any]]]]:
     suffix, packing = form(file) or ("", "")
     if suffix in LINES:
-        with opened(file, packing) as whole:
-            skip_mark(whole)
-            for raw in without_blank_end(lines(whole), whole):
+        with opened(file, packing) as stream:
+            skip_mark(stream)
+            for raw in without_blank_end(lines(stream), stream):
                 yield raw or b"", partial(decode_json, raw or b"")
         return
-    for _, found in attempts(file, text_rows):
-        good = {} if isinstance(found, DataError) else found
+    for _, row in attempts(file, text_rows):
+        good = {} if isinstance(row, DataError) else row
         yield _line(good), partial(dict, good)
 
 
 def _line(values: dict[str, Any]) -> bytes:
     try:
         text = json.dumps(values, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # NaN, the missing number of many Parquet files
+    except ValueError:  # NaN, a missing number in many Parquet files
         text = json.dumps(_finite(values), ensure_ascii=False)
     return text.encode() + b"\n"
 

@@ -70,12 +70,12 @@ BLOCK_bytes = 1 << 22
 
 @dataclass(frozen=True)
 class Index:
-    """The starts of a file's lines, or of a Parquet file's row groups, and which lines are rows."""
+    """The starts of a file's lines, or of a Parquet file's row groups, and the lines that are rows."""
 
     path: Path
     starts: np.ndarray  # int64: byte offset of each line, or first row of each group; the end last
     groups: bool
-    chosen: np.ndarray | None  # (rows,) int64: positions of the rows among all lines, rising; None: all are rows
+    chosen: np.ndarray | None  # (rows,) int64: positions of the rows among all lines, ascending; None: all are rows
 
     def __len__(self) -> int:
         if self.chosen is not None:
@@ -83,7 +83,7 @@ class Index:
         return int(self.starts[-1]) if self.groups else len(self.starts) - 1
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, RowLocation, dict[str, Any] | DataError]]:
-        """Yield the rows of these numbers, from 0, in rising order, each with its number."""
+        """Yield the rows with these numbers, from 0, in ascending order, each with its number."""
         number = {p: n for n in sorted(set(numbers)) for p in [n if self.chosen is None else int(self.chosen[n])]}
         for chunk, last in self._chunks(list(number)):
             for where, row in attempts(chunk, "line"):
@@ -109,7 +109,7 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str, size_bytes: int) 
     """Return the index of a file, from one pass over it, without rows removed by cleaning.
 
     Args:
-        size_bytes: of the parts that cleaning read.
+        size_bytes: size of the parts in which cleaning read the file.
 
     Raises DataError: rows of such a file cannot be read separately.
     """
@@ -161,7 +161,7 @@ def _without_blank_end(path: Path, begins: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Streamed:
-    """The rows of files; each gives any number of samples, known once it is read."""
+    """The rows of files; the number of samples of each is known only once it is read."""
 
     maker: Maker
     work: TokenizeWork
@@ -193,7 +193,7 @@ class Streamed:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the files and all that determines the samples."""
+        """SHA-256 over the files and the settings that determine the samples."""
         data = self.work.config.data
         parts = [
             readers.files_fingerprint(self.work.files, cache_root(data.cache)), tokenize.identity(self.work.tokens),
@@ -204,34 +204,34 @@ class Streamed:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def describe(self) -> str:
-        """Return the known counts in a line."""
+        """Return the known counts as a line of text."""
         return f"{len(self)} rows, tokenised while training"
 
     def read(self, numbers: Sequence[int]) -> SampleChunk:
         """Tokenize the rows with these numbers; raises DataError for a bad row unless bad rows are set aside."""
         shelf = self._shards(np.asarray(numbers) if self.rows is None else self.rows[list(numbers)])
-        found = view(shelf, T=self.T, how=self.work.config.data.too_long, some=False)
-        found.counts.marked, found.counts.keys = shelf.marked, shelf.keys
-        samples = [(numbers[row], found.documents(i)) for i, row in enumerate(found.row.tolist())]
-        return SampleChunk(samples, len(numbers), [row for _, row in shelf.refused], found.counts)
+        dataset = view(shelf, T=self.T, how=self.work.config.data.too_long, some=False)
+        dataset.counts.marked, dataset.counts.keys = shelf.marked, shelf.keys
+        samples = [(numbers[row], dataset.documents(i)) for i, row in enumerate(dataset.row.tolist())]
+        return SampleChunk(samples, len(numbers), [row for _, row in shelf.refused], dataset.counts)
 
     def documents(self, i: int = 0) -> Any:
-        """Raise ConfigError: a stream does not know it."""
+        """Raise ConfigError: unknown for a stream."""
         asked, found = "the samples before the data is read", "`data.stream`: no row is tokenized yet"
         raise ConfigError(asked, found, "leave data.stream out")
 
     lengths = targets = documents
 
     def digests(self) -> np.ndarray:
-        """Return none: samples are unknown before the rows are read."""
+        """Return an empty array: the samples are unknown before the rows are read."""
         return np.zeros(0, np.int64)
 
     def training(self, held: np.ndarray, named: str, *_: object) -> Streamed:
-        """Return the rows outside a mask (rows,) bool."""
+        """Return the rows outside the mask `held`, (rows,) bool."""
         return replace(self, rows=np.flatnonzero(~held), named=named) if held.any() else self
 
     def held_out(self, held: np.ndarray, named: str, T: int, how: str) -> Dataset:
-        """Tokenize the rows of a mask (rows,) bool, and keep their samples in memory."""
+        """Tokenize the rows in the mask `held`, (rows,) bool, and keep their samples in memory."""
         return view(self._shards(np.flatnonzero(held)), T=T, how=how)
 
     def _shards(self, numbers: np.ndarray) -> TokenShards:
@@ -241,7 +241,7 @@ class Streamed:
         return self.maker.shards(entries, self.work.files, self.T)
 
     def _entries(self, numbers: Sequence[int]) -> list[Parsed]:
-        """Return rows of the data as they are read, in the order of `numbers`."""
+        """Return parsed rows in the order of `numbers`."""
         file = (np.searchsorted(self._before, numbers, "right") - 1).tolist()
         rows: dict[int, Parsed] = {}
         rules = row_rules(self.work.config)
@@ -268,7 +268,7 @@ def kept_rows(
 ) -> tuple[list[np.ndarray], str, dict[str, Any]]:
     """Clean, or return the stored result: kept rows by file, their digest, and cleaning.json.
 
-    One process per machine cleans; each cleans small data. Raises UserError like `clean_files`.
+    One process per machine cleans; small data is cleaned by every process. Raises UserError like `clean_files`.
     """
     data, settings = config.data, config.data.clean
     assert settings is not None
@@ -307,10 +307,10 @@ def kept_rows(
 
 # --- The checks of the first rows, before step 0; each error shows one row.
 #
-# Each of these faults trains without a sign and shows only in the model: it learns nothing, never stops, expects two
+# These faults cause no error in training and show only in the model: it learns nothing, never stops, expects two
 # begin-of-text tokens, or answers a first question differently than trained.
 
-SAMPLES = 200  # rows that are checked
+SAMPLES = 200  # rows checked
 
 Samples = Sequence[tuple[RowLocation, Row]]
 DocumentLists = Sequence[Sequence[Document]]  # the documents of each sample
@@ -329,45 +329,45 @@ def probe_rows(
     """Raise DataError at the first fault.
 
     Args:
-        samples: the first rows as they were read, about SAMPLES of them.
+        samples: the first rows, about SAMPLES of them.
         documents: training documents of each sample, after cutting to T; empty if dropped or rejected.
-        rows: of the whole corpus; `truncated` of them lost their end, at most the fraction `most_truncated`.
+        rows: number of rows in the corpus, of which `truncated` lost their end: at most the share `most_truncated`.
     """
     if not samples:
         return
-    whole = _whole(samples, tokens, train_on)
+    uncut = _whole(samples, tokens, train_on)
     if not any(document.targets.any() for made in documents for document in made):
-        one = _show(tokens, samples[0], documents[0] or whole[0])
-        found = f"they have no target token; the first, {one}"
+        example = _show(tokens, samples[0], documents[0] or uncut[0])
+        found = f"they have no target token; the first, {example}"
         do = "raise batch.seq if answers are cut off, or change data.train_on"
         raise DataError(f"to learn from the first {len(samples)} rows", found, do)
     if rows and truncated / rows > most_truncated:
-        n = next((n for n, made in enumerate(documents) if sum(map(len, made)) < sum(map(len, whole[n]))), None)
-        one = "" if n is None else f"; one, {_show(tokens, samples[n], documents[n] or whole[n])}"
-        raise truncated_rows(truncated, rows, most_truncated, one)
-    _stops(samples, documents, whole if train_on != "all" else _whole(samples, tokens, "last"), tokens)
+        n = next((n for n, made in enumerate(documents) if sum(map(len, made)) < sum(map(len, uncut[n]))), None)
+        example = "" if n is None else f"; one, {_show(tokens, samples[n], documents[n] or uncut[n])}"
+        raise truncated_rows(truncated, rows, most_truncated, example)
+    _stops(samples, documents, uncut if train_on != "all" else _whole(samples, tokens, "last"), tokens)
 
 
 def _whole(samples: Samples, tokens: Tokens, train_on: str) -> DocumentLists:
     return [() if isinstance(made, DataError) else made for made in tokens.batch(samples, train_on)]
 
 
-def _stops(samples: Samples, documents: DocumentLists, whole: DocumentLists, tokens: Tokens) -> None:
+def _stops(samples: Samples, documents: DocumentLists, uncut: DocumentLists, tokens: Tokens) -> None:
     trained = {int(i) for made in documents for document in made for i in document.ids[document.targets]}
-    for n, made in enumerate(whole):
+    for n, made in enumerate(uncut):
         if isinstance(samples[n][1], Text):
             continue
         for document in made:
             ends = document.targets & ~np.append(document.targets[1:], False)  # the last token of each answer
             for stop in sorted(set(document.ids[ends].tolist()) - trained):
-                one = _show(tokens, samples[n], documents[n] or made)
+                example = _show(tokens, samples[n], documents[n] or made)
                 asked = f"to learn to stop with {tokens.tokenizer.convert_ids_to_tokens(stop)} at the end of answers"
                 do = "raise batch.seq, so that answers are not cut off, or set data.too_long: drop"
-                raise DataError(asked, f"it is a target in none of the first {len(samples)} rows; one, {one}", do)
+                raise DataError(asked, f"it is a target in none of the first {len(samples)} rows; one, {example}", do)
 
 
 def _show(tokens: Tokens, sample: tuple[RowLocation, Row], documents: Sequence[Document]) -> str:
-    """Return a row's place and its first and last tokens as one line of text."""
+    """Return a row's location and its first and last tokens as a line of text."""
     if not documents:
         return f"at {sample[0]}"
     return f"at {sample[0]}: '{tokens.shown(documents[0].ids.tolist())}'"
@@ -376,18 +376,18 @@ def _show(tokens: Tokens, sample: tuple[RowLocation, Row], documents: Sequence[D
 # --- The sources of a run.
 
 SAMPLE_ROWS = 1000  # conversations of a built-in sample, unless data.max_samples is given
-RANDOM_DOCUMENTS = 4096  # of `data.random: true`
+RANDOM_DOCUMENTS = 4096  # with `data.random: true`
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What a run trains and evaluates on."""
+    """The training and held-out samples of a run."""
 
     train: SampleSource
     held_out: SampleSource | None
     fingerprint: str
-    summary: str  # counts, for people
-    too_long: int = 0  # held-out rows longer than T (of all, without held-out data)
+    summary: str  # counts, as text
+    too_long: int = 0  # held-out rows longer than T (training rows, without held-out data)
     refused: Sequence[BadRow] = ()  # bad rows, set aside
     cleaned: dict[str, Any] | None = None  # the record of data.clean
 
@@ -404,17 +404,17 @@ def read_sources(
 
     Args:
         tokens: the tokenizer; None only for random tokens.
-        vocab: ids that the model has an embedding for.
+        vocab: number of token ids with an embedding in the model.
         progress: called with a status line during long reads.
         data: a held-out file that replaces the configuration's (`optrush eval --data`).
-        cut: False keeps training documents longer than T whole, for a layout that cuts them itself.
+        cut: False keeps training documents longer than T uncut, for a layout that cuts them.
     """
     d, T = config.data, config.batch.seq
     if d.random is not None and data is None:
         return _random(config, vocab)
     assert tokens is not None
     reading = _Reading(Maker(config, tokens, vocab), progress or pool.silent)
-    how = d.too_long if cut else "split"  # for evaluation: no row has room for more than T tokens
+    how = d.too_long if cut else "split"  # for evaluation, whose rows have at most T tokens
     if data is not None:
         only = _completed(config, reading.evaluation(data, how))
         return reading.sources(only, only)
@@ -449,7 +449,7 @@ def read_sources(
 
 
 def _completed(config: Config, samples: Source) -> Source:
-    """Return judged answers with their mismatched documents; other samples and streams unchanged."""
+    """Return labelled answers with their mismatched documents; other samples and streams unchanged."""
     if config.objective != JUDGED or not isinstance(samples, Dataset):
         return samples
     return mismatched(samples, config.batch.seq, config.data.too_long)
@@ -468,7 +468,7 @@ def _refuse_same(paths: Sequence[Path], held_out: Sequence[Path], named: str) ->
 
 
 def _count_known(train: Source, held_out: Dataset, named: str | float | None) -> None:
-    """Count held-out samples that are also trained on; raises DataError if all of a file are."""
+    """Count held-out samples that are also trained on; raise DataError if that is true for all of a file."""
     both = np.isin(held_out.digests(), train.digests())
     held_out.counts.known = int(both.sum())
     if both.all() and isinstance(named, str):
@@ -481,7 +481,7 @@ def _trained_on(named: str, found: str) -> DataError:
 
 
 def held_rows(rows: int, fraction: float, seed: int, whole_texts: bool = False) -> np.ndarray:
-    """Return which rows are held out, (rows,) bool: depends only on the number of rows and the seed.
+    """Return the mask of held-out rows, (rows,) bool: depends only on the number of rows and the seed.
 
     Args:
         whole_texts: rows are text files, which could be split into paragraphs or lines.
@@ -510,7 +510,7 @@ def _random(config: Config, vocab: int) -> Sources:
 
 @contextmanager
 def _places(config: Config) -> Iterator[tuple[list[Path], list[tuple[int, float]]]]:
-    """Yield the training files, and (files, weight) of each origin; a built-in sample's files are removed after."""
+    """Yield the training files, and (files, weight) of each origin; delete a built-in sample's file afterwards."""
     d = config.data
     if d.sample is not None:
         with tempfile.TemporaryDirectory() as folder:
@@ -540,7 +540,7 @@ class _Reading:
     refused: list[BadRow] = field(default_factory=list)
     cleaned: dict[str, Any] | None = None  # the record of data.clean
     parts: int = 1
-    first: Counts = field(default_factory=Counts)  # of the first rows, and the keys that `parse_row` noted
+    first: Counts = field(default_factory=Counts)  # of the first rows: their number, and keys that `parse_row` noted
     _first: tuple[list[tuple[RowLocation, Row]], list[list[Document]]] = field(default=([], []))
 
     @property
@@ -556,7 +556,7 @@ class _Reading:
         return TokenizeWork(config, tokens, tuple(paths), kept, key, self.say)
 
     def look(self, work: TokenizeWork, T: int | None) -> None:
-        """Check the first rows before all others are tokenized."""
+        """Check the first rows before the others are tokenized."""
         d = self.config.data
         most = min(SAMPLES, d.max_samples or SAMPLES)
         rows = (entry for job in tokenize.jobs(work.files, d.reading) for entry in work.parsed(job))
@@ -580,21 +580,21 @@ class _Reading:
             apart = learnt(self.config).startswith("each") or isinstance(row, Judged)
             samples += [(where, part) for part in (tokenize.split_turns(row) if apart else [row])]
         documents: list[list[Document]] = [[] for _ in samples]
-        found = view(shelf, T=T, how=d.too_long, some=False)
-        for i, of in enumerate(shelf.starts().searchsorted(found.at, "right") - 1):
-            documents[of] += found.documents(i)
+        dataset = view(shelf, T=T, how=d.too_long, some=False)
+        for i, of in enumerate(shelf.starts().searchsorted(dataset.at, "right") - 1):
+            documents[of] += dataset.documents(i)
         self._first = samples, documents
-        if len(found):  # else all were too long, and the rest is counted later
-            self.probe(len(samples) if d.stream else 0, found.counts.truncated)
+        if len(dataset):  # else all are too long, which is counted later
+            self.probe(len(samples) if d.stream else 0, dataset.counts.truncated)
 
     def probe(self, rows: int, truncated: int) -> None:
-        """Raise DataError at the first fault; `rows` 0: how many are truncated is unknown yet."""
+        """Raise DataError at the first fault; `rows` 0: the number of truncated rows is not known yet."""
         most = self.config.data.most_truncated
         how = learnt(self.config).replace("each", "last")
         probe_rows(*self._first, self.maker.tokens, how, rows=rows, truncated=truncated, most_truncated=most)
 
     def shelf(self, work: TokenizeWork, T: int | None, most: int | None) -> TokenShards:
-        """Return the shards of at most this many rows."""
+        """Return the shards of at most `most` rows."""
         shelf = TokenShards(work.files)
         with closing(tokenize.tokenized(work, most)) as shards:
             for made in shards:
@@ -607,7 +607,7 @@ class _Reading:
         return shelf
 
     def streamed(self, work: TokenizeWork, origins: Sequence[tuple[int, float]], T: int | None) -> Streamed:
-        """Return the rows, to be tokenized when they are read."""
+        """Return the rows as a stream, tokenized when read."""
         kept: Sequence[np.ndarray | None] = work.kept or [None] * len(work.files)
         size, d = tokenize.chunk_bytes(work.files), self.config.data
         work.tokens.prepare()
@@ -615,26 +615,26 @@ class _Reading:
         return Streamed(self.maker, work, indexes, origins, T, self.parts, self.first)
 
     def check_columns(self, train: Source, held_out: Dataset | None) -> None:
-        """Raise DataError for a key of `data.columns` that no row has: of streamed data no row of the first ones."""
+        """Raise DataError for a key of `data.columns` that no row has (for streamed data: none of the first rows)."""
         keys = Counter(train.counts.keys)
         keys.update(held_out.counts.keys if held_out is not None else {})
         for key, name in self.config.data.columns.items():
             if f"{key} -> {name}" not in keys and OTHER_KEYS not in keys:
-                there = [k for k in keys if " -> " not in k]
-                found = f"no row has {quoted(key)}" + (f"; unread keys: {listed(there)}" if there else "")
+                unread = [k for k in keys if " -> " not in k]
+                found = f"no row has {quoted(key)}" + (f"; unread keys: {listed(unread)}" if unread else "")
                 raise DataError(f"`data.columns: {{{key}: {name}}}`", found, "use a key of the rows, or remove it")
 
     def evaluation(self, path: str, how: str) -> Dataset:
-        """Return a whole file for evaluation."""
+        """Return the samples of a file for evaluation."""
         T = self.config.batch.seq
         work = self.work(readers.find_files(path, cache_root(self.config.data.cache)), clean=False)
         shelf = self.shelf(work, T if how == "error" else None, None)
-        found = view(shelf, T=T, how=how)
-        found.counts.keys = shelf.keys
-        return found
+        dataset = view(shelf, T=T, how=how)
+        dataset.counts.keys = shelf.keys
+        return dataset
 
     def sources(self, train: Source, held_out: Source | None) -> Sources:
-        """Return all that was read, with its counts in a line."""
+        """Return the sources, with a summary of their counts."""
         record, summary, fingerprint = self.cleaned, train.describe(), train.fingerprint
         if record is not None and not train.tokenized:
             summary += f" ({record['rows'] - record['kept']['rows']} more filtered or bad)"

@@ -17,21 +17,21 @@ from optrush.data.strict_json import quoted
 from optrush.errors import first_line
 
 REMOTE = ("http://", "https://")
-DOWNLOAD_s = 60.0  # with the name's address, all redirects and the head of the answer
+DOWNLOAD_s = 60.0  # includes name resolution, redirects and the response header
 
 
 def is_outside(address: str) -> bool:
-    """Return whether an IP address is public, also if it embeds an IPv4 address."""
-    found: Any = ipaddress.ip_address(address)
-    if found.version == 6:
-        within = found.ipv4_mapped or found.sixtofour
-        translated = found in ipaddress.ip_network("64:ff9b::/96")  # behind NAT64 every IPv4 address is one of these
-        found = ipaddress.ip_address(int(found) & 0xFFFFFFFF) if translated else within or found
-    return bool(found.is_global and not found.is_multicast)
+    """Return whether an IP address is public; also checks an embedded IPv4 address."""
+    ip: Any = ipaddress.ip_address(address)
+    if ip.version == 6:
+        within = ip.ipv4_mapped or ip.sixtofour
+        translated = ip in ipaddress.ip_network("64:ff9b::/96")  # behind NAT64 every IPv4 address is one of these
+        ip = ipaddress.ip_address(int(ip) & 0xFFFFFFFF) if translated else within or ip
+    return bool(ip.is_global and not ip.is_multicast)
 
 
 class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Opens only public addresses; connections open after DOWNLOAD_s are closed."""
+    """Open public addresses only; close connections that are still open after DOWNLOAD_s."""
 
     def __init__(self) -> None:
         urllib.request.HTTPSHandler.__init__(self)
@@ -64,7 +64,7 @@ class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPHandler, urlli
 
     def answer(self, kind: type[http.client.HTTPConnection], req: urllib.request.Request) -> Any:
         parts = urlsplit(req.full_url)
-        proxied = parts.netloc != req.host  # by the environment; a proxy may be in a private network
+        proxied = parts.netloc != req.host  # set by the environment; a proxy may be in a private network
         if proxied:
             with suppress(socket.gaierror):  # the proxy resolves names itself
                 _places(parts.hostname or "", parts.port)
@@ -77,11 +77,11 @@ class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPHandler, urlli
         return self.do_open(connection, req)
 
     def reach(self, trusted: bool, place: tuple[str, int], timeout: float, _: Any) -> socket.socket:
-        """Connect to a checked address: a second lookup could return another one."""
+        """Connect to the checked address itself: a second lookup could return another one."""
         error: OSError | None = None
-        for found in [place[0]] if trusted else _places(*place):
+        for address in [place[0]] if trusted else _places(*place):
             try:
-                made = socket.create_connection((found, place[1]), timeout)
+                made = socket.create_connection((address, place[1]), timeout)
             except OSError as failed:
                 error = failed
                 continue
@@ -94,11 +94,11 @@ class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPHandler, urlli
 
 def _places(host: str, port: int | None) -> list[str]:
     """Return the IP addresses of a name; raises ValueError if one is not public."""
-    found = [str(one[4][0]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    for one in found:
-        if not is_outside(one):
-            raise ValueError(f"{quoted(host)} is {one}, an address of your network; save the image next to the data")
-    return found
+    addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    for entry in addresses:
+        if not is_outside(entry):
+            raise ValueError(f"{quoted(host)} is {entry}, an address of your network; save the image next to the data")
+    return addresses
 
 
 def download(address: str, most: int) -> bytes:
@@ -109,8 +109,8 @@ def download(address: str, most: int) -> bytes:
     parts, left = list[bytes](), most
     with closing(_Web()) as web:
         try:
-            asked = urllib.request.Request(address, headers={"User-Agent": "optrush"})
-            with urllib.request.build_opener(web).open(asked, timeout=DOWNLOAD_s / 2) as answer:
+            request = urllib.request.Request(address, headers={"User-Agent": "optrush"})
+            with urllib.request.build_opener(web).open(request, timeout=DOWNLOAD_s / 2) as answer:
                 while left >= 0 and (piece := answer.read1(1 << 16)):
                     parts.append(piece)
                     left -= len(piece)

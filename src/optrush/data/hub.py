@@ -1,4 +1,4 @@
-"""Fetch data into the cache: hub data sets with the library `datasets`, as Parquet; store files with fsspec."""
+"""Download data into the cache: hub data sets as Parquet, by the library `datasets`; other addresses by fsspec."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from optrush.errors import DataError, NeedsError, UserError, first_line, one_lin
 
 
 def fetch(asked: str, repository: str, configuration: str | None, split: str, cache: Path | None) -> Path:
-    """Return a data set as a Parquet file, fetched unless it is cached; no code of its repository runs.
+    """Return a data set as a Parquet file, downloaded unless cached; code of its repository does not run.
 
     Raises:
         DataError: no cache, no such data set, or no network.
-        NeedsError: no library `datasets`, or one that may run such code.
+        NeedsError: the library `datasets` is missing, or old enough to run such code.
     """
     if cache is None:
         raise DataError(asked, "no cache folder", "set data.cache")
@@ -50,7 +50,7 @@ def fetch(asked: str, repository: str, configuration: str | None, split: str, ca
     return file
 
 
-# Libraries that fsspec needs for these; file, memory and http are built in.
+# Libraries that fsspec needs for each protocol.
 LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs",
              "abfs": "adlfs", "http": "aiohttp", "https": "aiohttp"}  # fmt: skip
 
@@ -59,8 +59,8 @@ def open_store(asked: str, url: str) -> tuple[Any, str]:
     """Return the file system of an address, and the path in it.
 
     Raises:
-        DataError: no such kind of address.
-        NeedsError: the library for it is missing.
+        DataError: an unknown protocol.
+        NeedsError: the library for the protocol is missing.
     """
     kind = url.partition("://")[0]
     try:
@@ -80,12 +80,12 @@ def open_store(asked: str, url: str) -> tuple[Any, str]:
 def fetch_remote(asked: str, url: str, cache: Path | None) -> Path:
     """Return the cached copy of an address: a file, or a folder with its files or matches.
 
-    A copy belongs to the address and the store's metadata of each file (size, time or tag): a changed file is
-    fetched again.
+    The key of a copy is the address and the store's metadata of each file (size, time or tag): a changed file is
+    downloaded again.
 
     Raises:
-        DataError: no cache, nothing there, or the store refuses.
-        NeedsError: the library for that kind of address is missing.
+        DataError: no cache, no such file, or access denied.
+        NeedsError: the library for the protocol is missing.
     """
     if cache is None:
         raise DataError(asked, "no cache folder", "set data.cache")
@@ -112,7 +112,7 @@ def fetch_remote(asked: str, url: str, cache: Path | None) -> Path:
         raise DataError(asked, "no such file", "check the address") from None
     except UserError:
         raise
-    except Exception as error:  # of the store's library
+    except Exception as error:  # from the store's library
         found = f"{type(error).__name__}: {scrubbed(one_line(str(error)))}"
         raise DataError(asked, found, "check the address, the network and your permissions") from error
     return folder / places[root] if alone else folder

@@ -1,4 +1,4 @@
-"""Compute an image's prepared size and number of tokens like a base's image processor. Pure Python."""
+"""Compute an image's prepared size and number of tokens like the base model's image processor. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from optrush.errors import NeedsError
 from optrush.models.families import TowerSpec
 from optrush.models.text_part import tower_spec, vision_config
 
-NARROW = 200  # the largest ratio of an image's sides
+NARROW = 200  # maximum aspect ratio
 SOFT_TOKENS = (70, 140, 280, 560, 1120)  # the bounds of Gemma 4's processor
 BOUNDS = "data.min_pixels", "data.max_pixels"
 
 
 def processed_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
-    """Return the height and width that the image processor makes of an image's, multiples of `factor`.
+    """Return the height and width after the image processor, multiples of `factor`.
 
-    Matches transformers' `smart_resize` exactly, without its import. Raises ValueError: too narrow.
+    Equals transformers' `smart_resize`, without importing it. Raises ValueError: too narrow.
     """
     if max(height, width) > NARROW * min(height, width):
         raise ValueError(f"{width} x {height} pixels; at most {NARROW} times as long as wide")
@@ -35,23 +35,23 @@ def processed_size(height: int, width: int, factor: int, least: int, most: int) 
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """The sizes of a base's images: a patch has `patch` pixels per side, a placeholder `merge` patches per side."""
+    """The image sizes of a base model: a patch has `patch` pixels per side, a placeholder `merge` patches per side."""
 
     spec: TowerSpec
     patch: int
     merge: int
-    least: int  # pixels of a prepared image
+    least: int  # minimum pixels of a prepared image
     most: int
-    extra: int = 0  # placeholders besides the patches': for a class token
+    extra: int = 0  # additional placeholders, for a class token
 
     @property
     def factor(self) -> int:
-        """The pixels in height, and in width, of a placeholder."""
+        """Pixels per side of a placeholder."""
         return self.patch * self.merge
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the processor is called with, so that an image gets its size."""
+        """The processor's arguments that set the size of images."""
         if self.spec.sizes == "bounded":
             return {"size": {"shortest_edge": self.least, "longest_edge": self.most}}
         if self.spec.sizes == "longest":
@@ -79,28 +79,28 @@ class ImageSizes:
 
     def _within(self, height: int, width: int) -> tuple[int, int]:
         """Return the largest size within the pixel limit; a narrow image has one side of one placeholder."""
-        scale, one = math.sqrt(self.most / (height * width)), self.factor
-        high, wide = (math.floor(scale * n / one) * one for n in (height, width))
-        longest = self.most // one**2 * one
+        scale, side = math.sqrt(self.most / (height * width)), self.factor
+        high, wide = (math.floor(scale * n / side) * side for n in (height, width))
+        longest = self.most // side**2 * side
         if high == 0:
-            return one, min(width // height * one, longest)
-        return (high, wide) if wide else (min(height // width * one, longest), one)
+            return side, min(width // height * side, longest)
+        return (high, wide) if wide else (min(height // width * side, longest), side)
 
     def tokens(self, grid: tuple[int, int]) -> int:
-        """Return the number of an image's tokens, with its marks."""
+        """Return the number of an image's tokens, including marks."""
         high, wide = (n // self.merge for n in grid)
         return high * (wide + (self.spec.frame == "rows")) + self.extra + 2 * (self.spec.frame == "ids")
 
 
 def sizes_of(hf: Any, given: Callable[[str], Any], least: int | None, most: int | None) -> ImageSizes:
-    """Return the sizes of a base's images.
+    """Return the image sizes of a base model.
 
     Args:
         hf: its config.json.
         given: returns a setting of its image processor, or None.
         least, most: `data.min_pixels` and `data.max_pixels`.
 
-    Raises NeedsError: bounds that its processor does not have, or min above max.
+    Raises NeedsError: the processor does not support these bounds, or min exceeds max.
     """
     spec, vision = tower_spec(hf), vision_config(hf)
     assert spec is not None
@@ -116,7 +116,7 @@ def sizes_of(hf: Any, given: Callable[[str], Any], least: int | None, most: int 
         low = high = int(vision["image_size"]) ** 2
         if spec.merge:
             merge = int(vision["image_size"]) // patch // math.isqrt(int(hf.get(spec.merge, 256)))
-        else:  # the class token of CLIP; `default` leaves the first out
+        else:  # CLIP has a class token; `default` drops the first token
             extra = int(vision["model_type"] == "clip_vision_model")
             extra -= hf.get("vision_feature_select_strategy", "default") == "default"
     elif spec.sizes == "longest":

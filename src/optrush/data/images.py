@@ -1,8 +1,8 @@
-"""Read the images of rows: where a row names them, whether they are sound, and the patches that a base's tower takes.
+"""Read the images of rows: find them in a row, check them, and make the patches for the base model's vision tower.
 
-A row names an image by a path or holds its bytes. While rows are tokenized each image is read and decoded once, at a
-fraction of its size where its format allows that, so that a damaged one is a bad row and not the end of a run. Pixels
-are made when a batch is: no more than those of the batches that are under way are in memory.
+A row has an image as a path or as bytes. Tokenization reads and decodes each image once, at a fraction of its size if
+its format allows that. A damaged image makes a bad row and does not end a run. Pixels are decoded when a batch is made:
+only the pixels of prefetched batches are in memory.
 """
 
 from __future__ import annotations
@@ -36,71 +36,71 @@ from optrush.models.families import TOWER_BASES, TowerSpec
 from optrush.models.text_part import image_token, is_multimodal, reads_mutually, tower_sizes, tower_spec
 from optrush.tokenizer_files import PROCESSORS
 
-MARK = "\ufdd0"  # in a turn's text, where an image is: a code point that texts do not have
-PLACE = "<image>"  # in the texts of a row with `images`
-# What other tools call a row's images: `image_path`, `img`, `picture_urls`.
+MARK = "\ufdd0"  # marks an image in a turn's text: a code point that texts do not have
+PLACE = "<image>"  # marks an image in the texts of a row with `images`
+# Keys of images in other tools: `image_path`, `img`, `picture_urls`.
 NAMING = re.compile(r"(?i)(image|img|picture|photo)s?(_?(url|uri|path|file|file_?name|bytes|base64|b64|data)s?)?")
-IMAGE_PARTS = ("image", "image_url")  # types of a part of a turn's content
+IMAGE_PARTS = ("image", "image_url")  # types of parts of a turn's content
 SCHEMES = ("data", "http", "https", "file")
 SOURCES = ("bytes", "base64", "image", "image_url", "url", "path")  # keys of such a part
-# Their decoders are part of Pillow: others start programs (EPS) or are hardly ever used, and so hardly tried.
+# Pillow's decoders for these are in common use; others run external programs (EPS) or are rarely tested.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-MOST_FILE_bytes, MOST_PIXELS = 64 << 20, 100_000_000  # of an image; a phone's has up to 16 MiB, and 50 million
-USUAL = 256.0  # placeholders of an image, where nothing is known of it
+MOST_FILE_bytes, MOST_PIXELS = 64 << 20, 100_000_000  # per image; phones make up to 16 MiB and 50 million pixels
+USUAL = 256.0  # assumed placeholders of an image that cannot be read
 LONGEST_PATH_chars = 4096
-PLAIN = {"do_rescale": False, "do_normalize": False}  # of a processor that leaves colours as they are
-ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # a tag of cameras, and its values that exchange width and height
+PLAIN = {"do_rescale": False, "do_normalize": False}  # processor options that keep colour values unchanged
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that exchange width and height
 
 
 class Picture(NamedTuple):
-    """An image as a row has it: the path of a file, or its bytes."""
+    """An image in a row: the path of a file, or its bytes."""
 
-    path: str = ""  # absolute, or relative to the folder of the row's file; or an address of the web
+    path: str = ""  # absolute, or relative to the folder of the row's file; or a URL
     data: bytes = b""
 
 
 class SeenImage(NamedTuple):
     """An image of a document."""
 
-    at: int  # its first placeholder
-    tokens: int  # its placeholders
+    at: int  # position of its first token
+    tokens: int  # number of its tokens
     grid: tuple[int, int]  # patches in height and width
-    size: tuple[int, int]  # pixels in width and height, as the file has them
+    size: tuple[int, int]  # pixels in width and height, in the file
     digest: int  # of its bytes
     picture: Picture
     folder: Path = Path()  # of the row's file
 
 
-# A shard has its images as rows of numbers: those of `SeenImage`, where its path or its bytes end among all of them,
-# and whether these are bytes. The place of an image counts through all tokens of the shard.
+# A shard stores each image as a row of numbers: the fields of `SeenImage`, the end of its path or bytes among those of
+# all images, and whether these are bytes. An image's position counts through all tokens of the shard.
 COLUMNS = 9
 
 
 def pack_images(images: Sequence[SeenImage], before: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return images as (I * COLUMNS,) int64 and (bytes,) uint8; `before`: tokens before the document of each."""
-    held = [one.picture.data or one.picture.path.encode("utf-8", "surrogatepass") for one in images]
+    """Return images as (I * COLUMNS,) int64 and (bytes,) uint8; `before`: tokens before each image's document."""
+    held = [image.picture.data or image.picture.path.encode("utf-8", "surrogatepass") for image in images]
     ends = np.cumsum([len(data) for data in held])
     rows = [
-        (one.at + n, one.tokens, *one.grid, *one.size, one.digest, end, bool(one.picture.data))
-        for one, n, end in zip(images, before, ends, strict=True)
+        (image.at + n, image.tokens, *image.grid, *image.size, image.digest, end, bool(image.picture.data))
+        for image, n, end in zip(images, before, ends, strict=True)
     ]
     return np.array(rows, np.int64).reshape(-1), np.frombuffer(b"".join(held), np.uint8)
 
 
 def unpack_images(table: np.ndarray, held: np.ndarray, start: int, end: int) -> tuple[SeenImage, ...]:
-    """Return the images whose placeholders are among the tokens [start, end) of a shard, relative to the first."""
+    """Return the images among the tokens [start, end) of a shard, with positions relative to `start`."""
     rows = table.reshape(-1, COLUMNS)
-    found = []
+    images = []
     for k in range(*np.searchsorted(rows[:, 0], (start, end)).tolist()):
         at, tokens, high, wide, width, height, digest, last, inline = rows[k].tolist()
         raw = held[rows[k - 1, 7] if k else 0 : last].tobytes()
         given = Picture(data=raw) if inline else Picture(raw.decode("utf-8", "surrogatepass"))
-        found.append(SeenImage(at - start, tokens, (high, wide), (width, height), digest, given))
-    return tuple(found)
+        images.append(SeenImage(at - start, tokens, (high, wide), (width, height), digest, given))
+    return tuple(images)
 
 
 def as_picture(found: Any) -> Picture:
-    """Return the image that a value of a row names; raises ValueError with the reason why it names none."""
+    """Return the image in a value of a row; raises ValueError with the reason if there is none."""
     if isinstance(found, dict):
         given = {key: found[key] for key in SOURCES if found.get(key) is not None}
         if not given or (len(given) > 1 and given.keys() != {"bytes", "path"}):
@@ -115,7 +115,7 @@ def as_picture(found: Any) -> Picture:
         return Picture(data=found)
     if not isinstance(found, str):
         raise ValueError(f"is {kind_of(found)}, not a path or an object with one")
-    scheme, colon, rest = found[:8].partition(":")  # in letters of any case
+    scheme, colon, rest = found[:8].partition(":")  # in upper or lower case
     found = f"{scheme.lower()}:{rest}{found[8:]}" if colon and scheme.lower() in SCHEMES else found
     if found.startswith("data:"):
         head, comma, body = found.partition(",")
@@ -145,33 +145,33 @@ def _decoded(text: str) -> bytes:
 
 
 def image_keys(found: dict[str, Any], noted: set[str] | None = None) -> list[str]:
-    """Return the keys by which a row or a turn names images: `images` and `image`, else others if it has a place.
+    """Return the keys of images in a row or turn: `images` and `image`, else others if there is a place for an image.
 
-    noted: gets the place of a row whose `images` or `image` is empty.
+    noted: gets `<image> without images` for a row with a place whose `images` or `image` is empty.
     """
     named = [key for key, value in found.items() if NAMING.fullmatch(key) and value not in (None, "", [], {})]
-    own = [key for key in named if key in ("images", "image")]
+    usual = [key for key in named if key in ("images", "image")]
     if noted is not None and not named and {"images", "image"} & found.keys() and _has_place(found):
         noted.add(f"{PLACE} without images")
-    return own or (named if named and _has_place(found) else [])
+    return usual or (named if named and _has_place(found) else [])
 
 
-def _has_place(found: Any) -> bool:
-    """Return whether a value of a row has a place for an image that it does not name there."""
-    if isinstance(found, dict):
-        empty = found.get("type") in IMAGE_PARTS and all(found.get(key) is None for key in SOURCES)
-        return empty or any(map(_has_place, found.values()))
-    return any(map(_has_place, found)) if isinstance(found, list) else isinstance(found, str) and PLACE in found
+def _has_place(value: Any) -> bool:
+    """Return whether a value of a row has a place for an image, but no image there."""
+    if isinstance(value, dict):
+        empty = value.get("type") in IMAGE_PARTS and all(value.get(key) is None for key in SOURCES)
+        return empty or any(map(_has_place, value.values()))
+    return any(map(_has_place, value)) if isinstance(value, list) else isinstance(value, str) and PLACE in value
 
 
 def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return a row whose images are parts of its turns: at each `<image>`, or in the parts without an image.
+    """Return the row with its images moved into its turns: at each `<image>`, or into image parts without an image.
 
     Args:
         named: the keys of its images.
-        keys: those of its turns, lists of objects.
+        keys: the keys of its turns, lists of objects.
 
-    Raises ValueError: other images than places.
+    Raises ValueError: the number of images differs from the number of places.
     """
     given = [found[key] for key in named]
     rest = {key: value for key, value in found.items() if key not in ("images", "image", *named)}
@@ -195,16 +195,16 @@ def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...])
             else:
                 yield part
 
-    def turn(one: Any) -> Any:
-        key = "value" if isinstance(one, dict) and one.get("from") is not None else "content"
-        content = one.get(key) if isinstance(one, dict) else None
+    def turn(message: Any) -> Any:
+        key = "value" if isinstance(message, dict) and message.get("from") is not None else "content"
+        content = message.get(key) if isinstance(message, dict) else None
         if isinstance(content, str) and PLACE in content:
             content = [{"type": "text", "text": content}]
-        return {**one, key: list(parts(content))} if isinstance(content, list) else one
+        return {**message, key: list(parts(content))} if isinstance(content, list) else message
 
     for key in keys:
         if isinstance(rest.get(key), list):
-            rest[key] = [turn(one) for one in rest[key]]
+            rest[key] = [turn(message) for message in rest[key]]
     if len(given) > 1 or places != len(listed):
         where = "" if named[0] in ("images", "image") else f" in {named[0]!r}"
         where = where if len(named) == 1 else f" in both {' and '.join(map(repr, named))}"
@@ -213,16 +213,16 @@ def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...])
 
 
 def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[[Picture, Path], float]:
-    """Return what estimates the placeholders of an image, without transformers; of one that is not read, USUAL.
+    """Return a function that estimates an image's tokens, without transformers; USUAL if it cannot be read.
 
-    Raises NeedsError: bounds that the base does not have, or of which the first is larger.
+    Raises NeedsError: the base does not support these bounds, or the first is larger.
     """
     try:
         hf, given = parse_json(read_text(folder / "config.json")), dict[str, Any]()
         for name in PROCESSORS[1::-1]:
             if (folder / name).is_file():
-                found = parse_json(read_text(folder / name))
-                given |= found.get("image_processor") or found
+                settings = parse_json(read_text(folder / name))
+                given |= settings.get("image_processor") or settings
         sizes = sizes_of(hf, given.get, least, most)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError, UserError) as error:
         if isinstance(error, NeedsError) and (least, most) != (None, None):
@@ -235,14 +235,14 @@ def about_tokens(folder: Path, least: int | None, most: int | None) -> Callable[
                 return USUAL
             with _opened(_bytes(given, at)) as image:
                 return sizes.tokens(sizes.grid(image.height, image.width))
-        except ValueError:  # the run names it
+        except ValueError:  # the run reports it
             return USUAL
 
     return tokens
 
 
 def obstacle(config: Config, base: Path | None, hf: Any) -> DataError | None:
-    """Return the error of rows with images, from the configuration and the base's config.json; None: they are read."""
+    """Return the error for rows with images, from the configuration and the base's config.json; None if supported."""
     asked, text = "to train on rows with images", "use rows of text"
     if base is None or hf is None:
         found = "a model without a folder: its tower has no weights"
@@ -266,31 +266,31 @@ def obstacle(config: Config, base: Path | None, hf: Any) -> DataError | None:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reads images as the processor of a base prepares them.
+    """Read images like the base's image processor.
 
     Args:
         folder: of the base.
         hf: its config.json.
-        least, most: pixels of an image (`data.min_pixels`, `data.max_pixels`); None: the processor's own.
+        least, most: pixels of an image (`data.min_pixels`, `data.max_pixels`); None: the processor's bounds.
         remote: `data.remote`.
-        marks: ids of what is written besides placeholders: behind each row of them and the last, or before and behind.
-        frame: what a template writes for an image, and what the base's own processor makes of that; "": nothing.
+        marks: ids written with placeholders: after each row and after the last; or before and after all placeholders.
+        frame: a template's text for an image, and its replacement by the base's processor; "": none.
     """
 
     folder: Path
     hf: Any
     least: int | None = None
     most: int | None = None
-    remote: bool = False  # download images at addresses of the web
+    remote: bool = False  # download images from URLs
     marks: tuple[int, ...] = ()
     frame: tuple[str, str] = ("", "")
 
     @cached_property
     def spec(self) -> TowerSpec:
-        """How the base reads images."""
-        found = tower_spec(self.hf)
-        assert found is not None
-        return found
+        """The specification of the base's vision tower."""
+        spec = tower_spec(self.hf)
+        assert spec is not None
+        return spec
 
     @property
     def token(self) -> int:
@@ -299,12 +299,12 @@ class ImageReader:
 
     @property
     def mutual(self) -> bool:
-        """Whether the placeholders of an image read each other, in some layers."""
+        """Whether an image's placeholders attend to each other in both directions, in some layers."""
         return reads_mutually(self.hf)
 
     @property
     def identity(self) -> str:
-        """A digest of all that decides how many placeholders an image has."""
+        """A digest of all settings that determine an image's tokens."""
         parts = [read_file(self.folder / name) for name in PROCESSORS if (self.folder / name).is_file()]
         facts: list[Any] = [self.hf.get("model_type"), self.token, self.least, self.most, self.remote]
         facts += [self.marks, self.frame, self.hf.get("vision_config")]
@@ -312,7 +312,7 @@ class ImageReader:
 
     @cached_property
     def processor(self) -> Any:
-        """Transformers' image processor; raises NeedsError: there is none that the towers' patches come from."""
+        """The transformers image processor; raises NeedsError if it is missing or does not fit the tower."""
         asked = f"the image processor of {self.folder}"
         if not any((self.folder / name).is_file() for name in PROCESSORS):
             do = "copy preprocessor_config.json from the base's page into that folder"
@@ -324,7 +324,7 @@ class ImageReader:
                 kind: Any = AutoImageProcessor
 
                 made = kind.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # of its files: what is wrong in them decides the class of the exception
+        except Exception as error:  # any class: it depends on the error in the files
             raise NeedsError(asked, first_line(error), "download that folder again") from None
         vision, do = self.hf["vision_config"], "take the preprocessor_config.json that belongs to the base"
         kinds = self.spec.processors
@@ -341,16 +341,16 @@ class ImageReader:
 
     @cached_property
     def sizes(self) -> ImageSizes:
-        """The sizes of images; raises NeedsError: the processor makes others than config.json needs."""
+        """The sizes of images; raises NeedsError if the processor's sizes do not match config.json."""
         made = self.processor
-        found = sizes_of(self.hf, lambda name: getattr(made, name, None), self.least, self.most)
+        sizes = sizes_of(self.hf, lambda name: getattr(made, name, None), self.least, self.most)
         from PIL import Image
 
-        grid = found.grid(48, 64)
+        grid = sizes.grid(48, 64)
         wrong = f"an image of 64 x 48 pixels has other patches than {grid[0]} x {grid[1]}, those by config.json"
         try:
-            if self._prepared(Image.new("RGB", (64, 48)), found, grid, {}) is not None:
-                return found
+            if self._prepared(Image.new("RGB", (64, 48)), sizes, grid, {}) is not None:
+                return sizes
         except ValueError as error:
             wrong = first_line(error)
         do = "take the preprocessor_config.json that belongs to the base"
@@ -359,13 +359,13 @@ class ImageReader:
     def _prepared(
         self, image: Any, sizes: ImageSizes, grid: tuple[int, int], options: dict[str, Any]
     ) -> np.ndarray | None:
-        """Return an image's patches, of one frame, (P, colours, values of each); None: they are not those of its grid.
+        """Return an image's patches of one frame, (P, colours, values per colour); None if they do not match its grid.
 
-        options: what the processor is called with besides; PLAIN: without them colours are no longer integers.
+        options: additional arguments of the processor; with PLAIN, colours stay integers.
         """
         made = self.processor(images=[image], return_tensors="np", **sizes.options, **options)
         values, (high, wide), patch = np.asarray(made["pixel_values"], np.float32), grid, sizes.patch
-        if self.spec.sizes == "bounded":  # frames in the middle, all the same
+        if self.spec.sizes == "bounded":  # frames are in the middle, all equal
             right = made["image_grid_thw"].tolist() == [[1, *grid]]
             return values.reshape(len(values), 3, -1, patch**2)[:, :, 0] if right else None
         if self.spec.sizes == "budget":  # colours last
@@ -373,7 +373,7 @@ class ImageReader:
             held = places[(places >= 0).all(-1)]
             right = len(held) == high * wide and held[-1].tolist() == [wide - 1, high - 1]
             return values[0, : high * wide].reshape(high * wide, -1, 3).swapaxes(1, 2) if right else None
-        side = math.isqrt(sizes.most) if self.spec.sizes == "one" else 0  # what is left of it has no patch
+        side = math.isqrt(sizes.most) if self.spec.sizes == "one" else 0  # the rest of a side has no patch
         if values.shape != (1, 3, side or high * patch, side or wide * patch):
             return None
         cut = values[0, :, : high * patch, : wide * patch].reshape(3, high, patch, wide, patch)
@@ -392,7 +392,7 @@ class ImageReader:
         return ids
 
     def look(self, given: Picture, folder: Path) -> SeenImage:
-        """Return an image's size, grid and placeholders, once it was decoded; raises ValueError for a bad one."""
+        """Decode an image and return its size, grid and number of tokens; raises ValueError for a bad image."""
         if given.path.startswith(REMOTE):
             if not self.remote:
                 raise ValueError(f"the address {quoted(given.path[:80])}; `data.remote: true` downloads it")
@@ -400,13 +400,13 @@ class ImageReader:
         raw = _bytes(given, folder)
         with _opened(raw) as image:
             width, height = image.size
-            image.draft("RGB", (max(1, width // 8), max(1, height // 8)))  # of a JPEG, all of which is read even so
+            image.draft("RGB", (max(1, width // 8), max(1, height // 8)))  # faster for JPEG; still reads all of it
             if image.format != "TIFF" and image.getexif().get(ORIENTATION) in TURNED:
                 width, height = height, width
             if image.mode.startswith(("I", "F")):
                 raise ValueError(f"pixels of the mode {image.mode}, which 8 bits do not hold; save it with 8")
             image.load()
-            if image.format == "TIFF":  # which loading turns
+            if image.format == "TIFF":  # loading applies its orientation
                 width, height = image.size
         grid = self.sizes.grid(height, width)
         return SeenImage(0, self.sizes.tokens(grid), grid, (width, height), _digest(raw), given, folder)
@@ -418,15 +418,15 @@ class ImageReader:
 
     @cached_property
     def levels(self) -> np.ndarray:
-        """What the processor makes of each of the 256 values of a colour, (colours, 256) float32.
+        """The processor's result for each of the 256 values of a colour, (colours, 256) float32.
 
-        Raises NeedsError: what it makes of a value depends on others.
+        Raises NeedsError: the result for a value depends on other pixels.
         """
-        sizes, found, known = self.sizes, np.zeros((3, 256), np.float32), np.zeros((3, 256), bool)
-        if self.spec.sizes in ("bounded", "longest"):  # else an image has one size, or one of a few
+        sizes, levels, known = self.sizes, np.zeros((3, 256), np.float32), np.zeros((3, 256), bool)
+        if self.spec.sizes in ("bounded", "longest"):  # else sizes are fixed, or few
             side = sizes.factor * -(-16 // sizes.factor)
             sizes = replace(sizes, least=side**2, most=side**2)
-        side = math.isqrt(sizes.most) // (one := 1 if self.spec.sizes == "one" else sizes.factor) * one
+        side = math.isqrt(sizes.most) // (unit := 1 if self.spec.sizes == "one" else sizes.factor) * unit
         colour, noise = np.arange(3)[:, None], np.random.default_rng(0).integers(0, 256, 48 * 64)
         for shown, values in ((sizes, np.arange(side**2)), (sizes, np.arange(side**2) + 128), (self.sizes, noise)):
             high, wide = (48, 64) if values is noise else (side, side)
@@ -434,27 +434,27 @@ class ImageReader:
             raw, made = (self._prepared(image, shown, shown.grid(high, wide), given) for given in (PLAIN, {}))
             assert raw is not None and made is not None
             place = raw.astype(np.uint8)
-            alike = not known[colour, place].all() or np.allclose(found[colour, place], made, 0, 1e-6)
+            alike = not known[colour, place].all() or np.allclose(levels[colour, place], made, 0, 1e-6)
             if not alike or not np.array_equal(place, raw):
                 what = "pixels that are not one for each value of a colour"
                 do = "take the preprocessor_config.json that belongs to the base"
                 raise NeedsError(f"the image processor of {self.folder}", what, do)
-            found[colour, place], known[colour, place] = made, True
-        return found
+            levels[colour, place], known[colour, place] = made, True
+        return levels
 
     def patches(self, seen: SeenImage) -> np.ndarray:
-        """Return what the processor makes of an image's colours, one after the other, (P, values) float32.
+        """Return the processor's values of an image's patches, one colour after the other, (P, values) float32.
 
-        Raises DataError: as `colours`.
+        Raises DataError: like `colours`.
         """
-        found = self.colours(seen)
-        made: np.ndarray = self.levels[np.arange(3)[:, None, None], found.reshape(len(found), 3, 1, -1)]
-        return made.repeat(int(getattr(self.processor, "temporal_patch_size", 1)), 2).reshape(len(found), -1)
+        colours = self.colours(seen)
+        made: np.ndarray = self.levels[np.arange(3)[:, None, None], colours.reshape(len(colours), 3, 1, -1)]
+        return made.repeat(int(getattr(self.processor, "temporal_patch_size", 1)), 2).reshape(len(colours), -1)
 
     def colours(self, seen: SeenImage) -> np.ndarray:
         """Return the colours of an image's patches, of one frame, one colour after the other: (P, values) uint8.
 
-        Raises DataError: it is no longer what it was when its row was tokenized.
+        Raises DataError: the image has changed since its row was tokenized.
         """
         asked = f"the image {seen.picture.path or 'in a row'} of {seen.folder}"
         do = "leave images alone while a run reads them; to read them anew, remove the folder data.cache names"
@@ -479,7 +479,7 @@ SIDE_pixels = 128  # of a thumbnail
 
 
 def thumbnails(most: int) -> Callable[[SeenImage], str]:
-    """Return a function that makes a small JPEG of an image, as a data: address; "" after `most`, or if it is gone."""
+    """Return a function that returns an image's thumbnail as a data: URL; "" after `most` calls, or if it is gone."""
     left = iter(range(most))
 
     def small(seen: SeenImage) -> str:
@@ -506,13 +506,13 @@ def _digest(raw: bytes) -> int:
 
 
 def _bytes(given: Picture, folder: Path) -> bytes:
-    """Return the bytes of an image; raises ValueError: no regular file of at most MOST_FILE_bytes."""
+    """Return the bytes of an image; raises ValueError: not a regular file, or more than MOST_FILE_bytes."""
     if given.data:
         size, raw = len(given.data), given.data
     else:
         path = folder / given.path
         try:
-            with open_file(path) as file:  # once: it may be replaced meanwhile
+            with open_file(path) as file:  # open once: the file may be replaced meanwhile
                 raw = file.read(MOST_FILE_bytes + 1)
                 size = max(len(raw), os.fstat(file.fileno()).st_size)
         except OSError as error:
@@ -524,11 +524,11 @@ def _bytes(given: Picture, folder: Path) -> bytes:
 
 @contextmanager
 def _opened(raw: bytes) -> Iterator[Any]:
-    """Open an image of one of FORMATS; raises ValueError for what its decoder raises within the context."""
+    """Open an image of one of FORMATS; errors of its decoder within the context become ValueError."""
     from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of large images, refused below, and of damaged notes about them
+        warnings.simplefilter("ignore")  # about large images, rejected below, and damaged metadata
         try:
             with Image.open(io.BytesIO(raw), formats=FORMATS) as image:
                 width, height = image.size
@@ -539,5 +539,5 @@ def _opened(raw: bytes) -> Iterator[Any]:
             raise
         except UnidentifiedImageError:
             raise ValueError(f"no image of a known format ({', '.join(FORMATS)})") from None
-        except Exception as error:  # of the file's own decoder: what is wrong in it decides the class
+        except Exception as error:  # any class: it depends on the decoder
             raise ValueError(first_line(error)) from None

@@ -1,4 +1,4 @@
-"""Estimate a run's document lengths from characters, for the plan, which does not tokenize. Pure."""
+"""Estimate a run's document lengths from characters, for the plan, which does not tokenize."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
     from optrush.data.images import Picture
 
-ROWS = 200  # looked at
-FILES = 8  # that they come from, if there are more
+ROWS = 200  # rows sampled
+FILES = 8  # files sampled at most
 MOST_CHARS = 4 << 20
-CHARS_A_TOKEN = 4.0  # of English, without a tokenizer; the usual rule of thumb
-TOKENS_A_TURN = 5  # of a template around a turn: two marks, the role and two newlines
-PROBED = 40  # rows that the tokenizer is tried on
+CHARS_A_TOKEN = 4.0  # for English, without a tokenizer; the usual rule of thumb
+TOKENS_A_TURN = 5  # added by a template: two marks, the role and two newlines
+PROBED = 40  # rows used to measure characters per token
 RANDOM, SAMPLES = 4096, 1000  # documents of `data.random: true`; conversations of a built-in sample
-FEW = 20  # rows of a file searched for images
+FEW = 20  # rows per file searched for images
 MOST_BYTES = 256 << 20  # read to count lines
 
 
 class Fill(NamedTuple):
-    """How documents fill rows of T slots, by estimate."""
+    """The estimated fill of rows of T slots."""
 
     padding: float  # fraction of empty slots with one document per row
     reach: float  # mean over tokens of document length / T; a pair is two documents
@@ -46,12 +46,12 @@ class _Read(NamedTuple):
 
 
 def estimate_fill(config: Config) -> Fill:
-    """Estimate how the run's data fills its rows; with unknown lengths each row is one full document.
+    """Return the estimated fill of the run's rows; with unknown lengths each row is one full document.
 
-    Raises DataError: a local file is not there.
+    Raises DataError: a local file is missing.
     """
     for path in (o.path for o in config.data.origins if "://" not in o.path):
-        if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
+        if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # not a hub id
             raise DataError(f"`data.path: {path}`", "no such file", "check the path")
     T = config.batch.seq
     lengths = [min(n, T) for n in _lengths(config)]
@@ -62,12 +62,12 @@ def estimate_fill(config: Config) -> Fill:
 
 
 def estimate_longest(config: Config) -> int | None:
-    """Estimate the tokens of the longest of the first rows; None: unknown."""
+    """Return the estimated tokens of the longest among the first rows; None: unknown."""
     return math.ceil(max(lengths)) if any(lengths := _lengths(config)) else None
 
 
 def estimate_mean(config: Config) -> float:
-    """Estimate the mean tokens of the first rows; T: unknown."""
+    """Return the estimated mean tokens of the first rows; T if unknown."""
     lengths = _lengths(config)
     return sum(lengths) / len(lengths) if any(lengths) else config.batch.seq
 
@@ -82,12 +82,12 @@ def estimate(
     data: Data, seed: int, *, pairs: bool = False, judged: bool = False, tokenizer: str | None = None,
     base: str | None = None,
 ) -> list[float]:  # fmt: skip
-    """Estimate the tokens of the first documents, or pairs of them; empty if they fill their rows or are unknown.
+    """Return the estimated tokens of the first documents or pairs; empty if they fill their rows or are unknown.
 
-    Unknown are a missing file and data that needs a missing library; a data set of the hub is not fetched.
+    Unknown: a missing file, a missing library, or a data set of the hub, which is not downloaded.
 
     Args:
-        tokenizer: its folder; anything else, or None: by `CHARS_A_TOKEN`.
+        tokenizer: its folder; without one, `CHARS_A_TOKEN` applies.
         base: the model's folder, which determines the tokens per image.
     """
     if data.sample == "recipes":
@@ -111,15 +111,15 @@ def estimate(
 
 
 class FirstImages(NamedTuple):
-    """The placeholders of the images of the first rows."""
+    """Placeholders of the images in the first rows."""
 
-    mean: float  # of an image
+    mean: float  # per image
     largest: float
     share: float  # of all tokens of these rows
 
 
 def first_images(config: Config) -> FirstImages | None:
-    """Return the images of the first rows; None if they have none."""
+    """Return the placeholders of the images in the first rows; None if there are no images."""
     files = [file for origin in config.data.origins for file in _spread(_files(origin.path), 1)]
     rows = [row for file in files for row in _texts(file, config.data, FEW, config.objective == JUDGED)]
     if not any(row.images for row in rows):
@@ -129,12 +129,12 @@ def first_images(config: Config) -> FirstImages | None:
     base, width = config.model.path, _chars_a_token(config.model.path, [row.text for row in rows])
     seen = about_tokens(Path(base or ""), config.data.min_pixels, config.data.max_pixels)
     each = [seen(image, row.folder) for row in rows for image in row.images]
-    said = sum(len(row.text) / width + row.turns * TOKENS_A_TURN for row in rows)
-    return FirstImages(sum(each) / len(each), max(each), sum(each) / (sum(each) + said))
+    texts = sum(len(row.text) / width + row.turns * TOKENS_A_TURN for row in rows)
+    return FirstImages(sum(each) / len(each), max(each), sum(each) / (sum(each) + texts))
 
 
 def estimate_tokens(config: Config) -> float | None:
-    """Estimate the tokens of one epoch, with sources weighted; None: unknown."""
+    """Return the estimated tokens per epoch, with weighted sources; None: unknown."""
     data, T = config.data, config.batch.seq
     if data.random is not None:
         return float(RANDOM if data.random is True else data.random) * T
@@ -146,7 +146,7 @@ def estimate_tokens(config: Config) -> float | None:
 
 
 def estimate_rows(config: Config) -> float | None:
-    """Estimate the rows of one epoch, without held-out rows; None: unknown."""
+    """Return the estimated rows per epoch, without held-out rows; None: unknown."""
     data = config.data
     rows: float | None = float(SAMPLES) if data.sample is not None else _rows(data)
     if rows is None:
@@ -156,7 +156,7 @@ def estimate_rows(config: Config) -> float | None:
 
 
 def run_tokens(config: Config) -> float | None:
-    """Estimate the tokens of the whole run; None: unknown."""
+    """Return the estimated tokens of the run; None: unknown."""
     if config.train.steps is not None:
         return float(config.train.steps) * config.batch.tokens
     epoch = estimate_tokens(config)
@@ -164,7 +164,7 @@ def run_tokens(config: Config) -> float | None:
 
 
 def _rows(data: Data) -> float | None:
-    """Count the rows of JSON Lines by newlines; None: other files, or too many."""
+    """Return the number of rows in JSON Lines files, by newlines; None for other formats, or too many bytes."""
     rows, left = 0.0, MOST_BYTES
     for origin in data.origins:
         for file in _files(origin.path):
@@ -190,7 +190,7 @@ def _files(path: str) -> list[Path]:
         return []
     try:
         return find_files(path)
-    except UserError:  # the run raises it when it reads them
+    except UserError:  # the run raises it when it reads the files
         return []
 
 
@@ -207,26 +207,26 @@ def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[_Read]:
     kind = JUDGED if judged else "grpo"  # also reads prompts without an answer
     left, rules = MOST_CHARS, RowRules(kind, tuple(data.columns.items()), tuple(data.roles.items()))
     try:
-        for where, found in islice(attempts(file, data.reading), most):
+        for where, raw in islice(attempts(file, data.reading), most):
             if left < 0:
                 return
             try:
-                row = parse_row(where, found, rules) if isinstance(found, dict) else None
+                row = parse_row(where, raw, rules) if isinstance(raw, dict) else None
             except UserError:
                 continue
             if row is not None:
                 chats = [part for part in parts_of(row) if isinstance(part, Chat)]
                 turns = sum(len(part.messages) for part in chats)
-                times = 1 + isinstance(row, Judged)  # with another row's answer, about twice as much
+                times = 1 + isinstance(row, Judged)  # another row's answer is added: about twice the text
                 text = row_text(row) * times
                 left -= len(text)
-                yield _Read(text, turns * times, [one for part in chats for one in part.images], file.parent)
+                yield _Read(text, turns * times, [image for part in chats for image in part.images], file.parent)
     except UserError:
         return
 
 
 def _chars_a_token(folder: str | None, texts: Sequence[str]) -> float:
-    """Return these texts' characters per token of a folder's tokenizer; a rule of thumb without one."""
+    """Return the characters per token of these texts with a folder's tokenizer; CHARS_A_TOKEN without one."""
     file = Path(folder or "") / "tokenizer.json"
     if not texts or not file.is_file():
         return CHARS_A_TOKEN
@@ -234,14 +234,14 @@ def _chars_a_token(folder: str | None, texts: Sequence[str]) -> float:
         if (engine := _opened(file, file.stat().st_mtime_ns)) is None:
             return CHARS_A_TOKEN
         made = engine.encode_batch([text[:MOST_CHARS] for text in texts])
-    except Exception:  # the run reports its error
+    except Exception:  # the run reports it
         return CHARS_A_TOKEN
-    return max(1, sum(map(len, texts))) / max(1, sum(len(one.ids) for one in made))
+    return max(1, sum(map(len, texts))) / max(1, sum(len(encoding.ids) for encoding in made))
 
 
 @cache
 def _opened(file: Path, _: int) -> Tokenizer | None:
-    """Return the tokenizer of a file; None if only a limited process may read it."""
+    """Return the tokenizer of a file; None if it must be read in a process with limits."""
     from tokenizers import Tokenizer
 
     if check_sizes(file.parent):

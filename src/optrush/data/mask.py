@@ -1,7 +1,7 @@
 """Render conversations with a chat template, and prove which characters the assistant wrote.
 
-A mask that is shifted trains a wrong model without a sign. `Masker` proves the mask of any conversation by rendering it
-twice; `Layout` proves it by one comparison for conversations of plain texts whose shape was proven before.
+A shifted mask trains a wrong model silently. `Masker` proves the mask of any conversation by rendering it twice;
+`Layout` proves it by one comparison for conversations of plain texts whose shape was proven before.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ RENDERING = (
 MEND = "fix the row, or use another template (model.chat_template)"
 MEAN_RENDER_s = 0.25  # the slowest templates in use take 0.02 s for a long conversation
 MOST_BITS = 10_000  # of an integer that a template computes
-MOST_ERROR_chars = 200  # shown of a template's own error
-SHOWN = 4  # things left out that an error message names
-SHOWN_chars = 100  # shown of a difference
-PLACEHOLDER = "97351{:06}"  # digits pass through quoting, escaping and capitals as they are
-TEMPLATE = RowLocation(Path("the template"), 0)  # place of a conversation outside files
+MOST_ERROR_chars = 200  # of a template's error message, shown in ours
+SHOWN = 4  # omitted parts listed in an error message
+SHOWN_chars = 100  # of a difference, shown in an error message
+PLACEHOLDER = "97351{:06}"  # digits survive quoting, escaping and capitalization
+TEMPLATE = RowLocation(Path("the template"), 0)  # location of a conversation outside files
 
-Shown = dict[str, Any]  # a message as a template gets it
+Shown = dict[str, Any]  # a message in a template's input form
 
 
 class RenderLimits:
-    """Limits untrusted template code: seconds per rendering, memory per block.
+    """Limit untrusted template code: seconds per rendering, memory per block.
 
-    A timer's signal ends a rendering, and a limit of the address space lets allocations fail. Time is the processor's,
-    so that a process that is stopped and resumed loses none. Blocks nest: the outermost sets both limits, once for many
-    rows; at each tick of the timer a rendering counts the ticks since it began. Both limits are of the whole process,
-    and only its main thread gets signals: the blocks of other threads do nothing. Slow renderings, one after the other,
-    use up `left_s`; each brings MEAN_RENDER_s.
+    A timer's signal ends a rendering, and a limit of the address space makes allocations fail. Time is CPU time, so the
+    time in which a process is stopped does not count. Blocks nest: the outermost sets both limits, once for many rows;
+    each tick of the timer counts for the current rendering. Both limits apply to the whole process, and only its main
+    thread gets signals: in other threads blocks do nothing. Consecutive slow renderings use up `left_s`; each adds
+    MEAN_RENDER_s.
     """
 
     def __init__(self, seconds: float, memory_bytes: int) -> None:
         self.seconds, self.memory_bytes = seconds, memory_bytes
         self.left_s = seconds
-        self._start: float | None = None  # the thread's processor time as the innermost block began
+        self._start: float | None = None  # the thread's CPU time at the start of the innermost block
         self._depth = self._begun = self._ticks = 0
-        self._seen = -1  # the rendering that the last tick met
+        self._seen = -1  # the rendering at the last tick
         self._before: tuple[Any, int] = (None, -1)  # the signal's handler, the soft limit of the address space
 
     def __enter__(self) -> None:
@@ -114,12 +114,12 @@ LIMITS = RenderLimits(seconds=10, memory_bytes=1 << 30)
 
 
 def _monstrous(what: str) -> ConfigError:
-    """Return the error of a template that exceeds limits; not a bad row, because the template is at fault."""
+    """Return the error for a template that exceeds a limit; not a bad row, because the template is at fault."""
     return ConfigError("to render messages", f"the chat template takes {what}", "use another: model.chat_template")
 
 
 def _bounded(operate: Callable[[Any, Any], Any], bits: Callable[[int, int], int]) -> Callable[[Any, Any], Any]:
-    """Return an operator of templates that refuses monstrous integers: no signal ends their computation."""
+    """Return an operator for templates that rejects huge integers: a signal cannot interrupt their computation."""
 
     def compute(left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int) and bits(left, right) > MOST_BITS:
@@ -136,7 +136,7 @@ OPERATORS = {
 
 
 class Template:
-    """A template's source with the names of the tokenizer's special tokens that it may write."""
+    """A template's source, with the tokenizer's special tokens that it may write."""
 
     def __init__(self, source: str, special: Mapping[str, Any], frame: tuple[str, str] = ("", "")) -> None:
         """frame: its text for an image, and the replacement; "": unchanged."""
@@ -160,9 +160,9 @@ class Template:
     def render(
         self, turns: Sequence[Shown], where: RowLocation, tools: Sequence[Any] = (), prompt: bool = False
     ) -> str:
-        """Render messages as `shown` returns them; with `prompt` the header of an answer follows.
+        """Return the text of messages in the form of `shown`; with `prompt`, followed by the header of an answer.
 
-        Raises DataError: the template failed, or made a monstrous text.
+        Raises DataError: the template failed, or its text is too long.
         """
         try:
             rendered = self._render(turns, tools, prompt)
@@ -201,7 +201,7 @@ class Template:
 
     @cached_property
     def literals(self) -> frozenset[str]:
-        """The texts in the template's code, but names of roles and keys: it may look for them in a message."""
+        """String literals in the template's code, except roles and keys: it may search messages for them."""
         try:
             tokens = list(self._environment.lexer.tokenize(self.source))
         except TemplateError:  # rendering raises it again, with the row
@@ -235,7 +235,7 @@ class Template:
 
     @cached_property
     def _parts(self) -> bool:
-        """Whether a turn's content is shown as a list of parts: the template loses or refuses a text."""
+        """Whether a turn's content must be a list of parts: the template loses or rejects a text."""
         texts = [PLACEHOLDER.format(i) for i in range(2)]
         talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
         split = [{**turn, "content": _parts(turn["content"])} for turn in talk]
@@ -243,13 +243,13 @@ class Template:
 
     @cached_property
     def _json_arguments(self) -> bool:
-        """Whether a call's arguments are shown as JSON: the template loses or refuses an object."""
+        """Whether a call's arguments must be JSON: the template loses or rejects an object."""
         value = PLACEHOLDER.format(0)
-        asked, empty = (_parts(text) if self._parts else text for text in ("a", ""))
+        ask, empty = (_parts(text) if self._parts else text for text in ("a", ""))
 
         def talk(arguments: Any) -> list[Shown]:
             call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": arguments}}
-            return [{"role": "user", "content": asked}, {"role": "assistant", "content": empty, "tool_calls": [call]}]
+            return [{"role": "user", "content": ask}, {"role": "assistant", "content": empty, "tool_calls": [call]}]
 
         return not self._holds(talk({"x": value}), [value]) and self._holds(talk(_json({"x": value})), [value])
 
@@ -266,12 +266,12 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _around_images(content: str) -> list[dict[str, Any]]:
-    """Return a content as parts: texts with images between them."""
+    """Return a content as a list of parts: texts, with images between them."""
     first, *rest = content.split(MARK)
-    found = _parts(first) if first else []
+    parts = _parts(first) if first else []
     for text in rest:
-        found += [{"type": "image"}, *(_parts(text) if text else [])]
-    return found
+        parts += [{"type": "image"}, *(_parts(text) if text else [])]
+    return parts
 
 
 def _named(tool: dict[str, Any], name: str) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def _json(arguments: Any) -> str:
 
 # --- The assistant's characters in a rendered conversation: proven or rejected, never guessed.
 #
-# The conversation is rendered twice: once as it is, once with every text that the assistant wrote (a content, a
+# The conversation is rendered twice: once unchanged, once with every text that the assistant wrote (a content, a
 # reasoning, a call's name, a value of its arguments) between two marks. Without the marks, the second must equal the
 # first, character by character; then the text between the marks is the assistant's.
 #
@@ -313,8 +313,8 @@ THINKING = re.compile("(</?think>)")
 class CharSpan(NamedTuple):
     """Target characters [start, end).
 
-    `stops` are the tokens that end the turn, one in most templates: they follow, perhaps after white space, or, if the
-    span is `closed`, the last of them is its end. Before another turn, only the first of several is required.
+    `stops` are the tokens that end the turn, one in most templates. They follow the span, possibly after white space;
+    the last of them is inside a `closed` span. Before another turn, only the first of several is required.
     """
 
     start: int
@@ -324,7 +324,7 @@ class CharSpan(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A text of the assistant, as in the row."""
+    """A text of the assistant in the row."""
 
     turn: int
     name: str
@@ -343,22 +343,22 @@ class EndMarks:
     """The added tokens that can end a turn."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
-        # Some vocabularies list runs of spaces or newlines as added tokens; these end no turn.
+        # Some vocabularies list runs of spaces or newlines as added tokens; these do not end turns.
         self.tokens = [t for t in tokens if t.replace("▁", " ").strip()]
         self._pattern = any_of(self.tokens)
 
     def first(self, text: str) -> tuple[str, ...]:
         """Return the consecutive tokens at the start of the text; leading white space is skipped."""
-        text, found = text.lstrip(), list[str]()
+        text, tokens = text.lstrip(), list[str]()
         while token := self._pattern.match(text):
-            found.append(token[0])
+            tokens.append(token[0])
             text = text[token.end() :]
-        return tuple(found)
+        return tuple(tokens)
 
     def last(self, text: str) -> str | None:
-        """Return the token that the text ends with."""
-        found = list(self._pattern.finditer(text))
-        return found[-1][0] if found and found[-1].end() == len(text) else None
+        """Return the token at the end of the text; None if there is none."""
+        matches = list(self._pattern.finditer(text))
+        return matches[-1][0] if matches and matches[-1].end() == len(text) else None
 
 
 class Masker:
@@ -383,12 +383,12 @@ class Masker:
         if not checked:
             template.check(chat, where)
         self._shown = [template.shown(message) for message in chat.messages]
-        self.rendered = self._render(self._shown)  # the conversation as the template writes it
-        # Digits survive quoting, escaping and case changes; these have no other 9, so they cannot overlap.
+        self.rendered = self._render(self._shown)  # the rendered conversation
+        # Digits survive quoting, escaping and case changes. The marks have one 9 each, so they cannot overlap.
         salt = next(salt for n in count(0o7351) if (salt := f"9{n:o}") not in self.rendered)
         self._open, self._close = f"{salt}:", f"{salt};"
         self._marked = re.compile(f"{self._open}([0-9]+):(.*?){self._close}", re.DOTALL)
-        # A template that extracts reasoning from a content writes the missing `<think>` before it.
+        # A template that extracts reasoning from a content adds the missing `<think>`.
         self._cut(split=any(_unopened(chat.messages[i].content) for i in turns))
 
     def check_thoughts(self) -> None:
@@ -401,12 +401,12 @@ class Masker:
 
     def spans(self) -> list[CharSpan]:
         """Return the target spans of the turns, in order; raises DataError if they cannot be proven."""
-        found: dict[int, list[Found]] = {i: [] for i in self._turns}
+        places: dict[int, list[Found]] = {i: [] for i in self._turns}
         for leaf in self._proven():
-            found[self._leaves[leaf.leaf].turn].append(leaf)
+            places[self._leaves[leaf.leaf].turn].append(leaf)
         spans: list[CharSpan] = []
         stops: tuple[str, ...] = ()
-        for i, mine in reversed(found.items()):
+        for i, mine in reversed(places.items()):
             if [self._leaves[f.leaf].name for f in mine] == ["content"]:
                 stops = stops or self._stops(i, mine[0])
                 spans.append(CharSpan(mine[0].start, mine[0].end, stops, closed=False))
@@ -450,7 +450,7 @@ class Masker:
         return self.template.render(turns, self._where, self._chat.tools, prompt)
 
     def _turn_with(self, i: int, texts: Mapping[int, str], twice: bool = False) -> Shown:
-        """Return turn `i` with these leaves, by number, between marks; `twice`: each of its calls made two times."""
+        """Return turn `i` with these leaves, by number, between marks; `twice` duplicates its calls."""
         numbers = iter(range(self._numbered[i], len(self._leaves)))
 
         def mark(name: str, text: str) -> str:
@@ -467,28 +467,28 @@ class Masker:
         return self._render(turns)
 
     def _prove(self, texts: Mapping[int, str]) -> list[Found]:
-        """Return the places of these leaves in the rendered text if it consists of exactly them; else nothing."""
+        """Return the places of these leaves in the rendered text; empty if the marked rendering does not match it."""
         pieces = self._marked.split(self._with(texts))
-        found, text, at = list[Found](), [pieces[0]], len(pieces[0])
+        places, text, at = list[Found](), [pieces[0]], len(pieces[0])
         for k, inner, piece in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
-            found.append(Found(int(k), at, at + len(inner)))
+            places.append(Found(int(k), at, at + len(inner)))
             text += inner, piece
             at += len(inner) + len(piece)
-        seen = Counter(f.leaf for f in found)
+        seen = Counter(f.leaf for f in places)
         if "".join(text) != self.rendered or seen.keys() != texts.keys():
             return []
-        for k, start, end in found:  # a call's texts may be quoted, and an answer may repeat a call's name
+        for k, start, end in places:  # a call's texts may be quoted, and an answer may repeat a call's name
             called = self._leaves[k].name.startswith("tool_calls")
             if not called and (seen[k] > 1 or self.rendered[start:end] != texts[k]):
                 return []
-        return found
+        return places
 
     def _proven(self) -> list[Found]:
-        """Return the places of all leaves, each with or without its outer white space."""
+        """Return the places of all leaves, each with or without outer white space."""
         texts = {k: leaf.text for k, leaf in enumerate(self._leaves)}
         bare = {k: text.strip() for k, text in texts.items()}
-        if found := self._prove(texts) or (self._prove(bare) if bare != texts else []):
-            return found
+        if places := self._prove(texts) or (self._prove(bare) if bare != texts else []):
+            return places
         self._slow()
         for k, text in texts.items():
             left = [text, text.lstrip("\n"), text.lstrip()]  # without white space or newlines at its ends
@@ -500,17 +500,17 @@ class Masker:
                     return self._proven()
                 raise self._lost(k)
             texts[k] = form
-        if found := self._prove(texts):
-            return found
+        if places := self._prove(texts):
+            return places
         raise self._refused(CHANGED)
 
     def _until(self, i: int, twice: bool = False) -> list[str]:
-        """Render the conversation up to turn `i`, split at its leaves: text, number, leaf, text, ..., leaf, text."""
+        """Return the rendering up to turn `i`, split at its leaves: text, number, leaf, text, ..., leaf, text."""
         texts = {k: leaf.text for k, leaf in enumerate(self._leaves) if leaf.turn == i}
         return self._marked.split(self._render([*self._shown[:i], self._turn_with(i, texts, twice)]))
 
     def _stops(self, i: int, content: Found) -> tuple[str, ...]:
-        """Return the end tokens of a final content-only turn (a following header is not an end)."""
+        """Return the end tokens of a content-only turn; a following header does not count."""
         last = i + 1 == len(self._chat.messages)
         stops = self._marks.first(self.rendered[content.end :] if last else self._until(i)[-1])
         if not stops:
@@ -525,15 +525,15 @@ class Masker:
         header, behind = self._plain(i, 0)
         usual = "".join(self._marks.first(behind))
         ending = _ending(pieces[-1], usual)
-        own = mine[: len(leaves)]  # the answer to a call may name it again
-        between = [self.rendered[a.end : b.start] for a, b in pairwise(own)]
-        same = [f.leaf for f in own] == leaves and {f.leaf for f in mine} == set(leaves) and between == pieces[3:-1:3]
-        if not own or not same or not self.rendered.startswith(ending, own[-1].end):
+        parts = mine[: len(leaves)]  # the answer to a call may name it again
+        between = [self.rendered[a.end : b.start] for a, b in pairwise(parts)]
+        same = [f.leaf for f in parts] == leaves and {f.leaf for f in mine} == set(leaves) and between == pieces[3:-1:3]
+        if not parts or not same or not self.rendered.startswith(ending, parts[-1].end):
             raise self._refused(f"later turns change how the template writes messages[{i}]", MEND_EARLIER)
         stop = self._marks.last(ending)
         if stop is None or not usual or not (ending.endswith(usual) or self._ends(i, stop)):
             raise self._refused(NO_STOP)
-        first, end = own[0].start, own[-1].end + len(ending)
+        first, end = parts[0].start, parts[-1].end + len(ending)
         fitting = (len(h) for h in self._headers(i, header) if len(h) <= first and self.rendered.startswith(h))
         if (start := next(fitting, None)) is None:
             found = f"the template's header of messages[{i}] matches neither a plain answer nor a generation prompt"
@@ -544,7 +544,7 @@ class Masker:
         return CharSpan(start, end, (stop,), closed=True)
 
     def _plain(self, i: int, after: int) -> tuple[str, str]:
-        """Return the text before and after turn `i` if it is content-only with this many turns after it."""
+        """Return the text before and after a content-only version of turn `i`, with this many turns after it."""
         spoken = self.template.shown(Message("assistant", f"{self._open}0:a{self._close}"))
         pieces = self._marked.split(self._render([*self._shown[:i], spoken, *self._shown[i + 1 : i + 1 + after]]))
         return pieces[0], pieces[-1]
@@ -555,12 +555,12 @@ class Masker:
         with suppress(DataError):  # a template may reject a call's answer without the call
             yield self._plain(i, len(self._chat.messages))[0]
         if i:
-            bare, asked = (self._render(self._shown[:i], prompt) for prompt in (False, True))
-            if len(asked) > len(bare) and asked.startswith(bare):
-                yield asked
+            bare, prompted = (self._render(self._shown[:i], prompt) for prompt in (False, True))
+            if len(prompted) > len(bare) and prompted.startswith(bare):
+                yield prompted
 
     def _ends(self, i: int, stop: str) -> bool:
-        """Return whether the end token of turns with calls ends the turn, not each call."""
+        """Return whether the end token of a turn with calls ends the turn, not each call."""
         try:
             pieces = self._until(i, twice=True)
         except DataError:
@@ -587,11 +587,11 @@ class Masker:
 class Layout(NamedTuple):
     """The layout of conversations of one shape, for a template that only puts their texts between its own.
 
-    The shape has the turns' roles and which are targets. A conversation rendered as exactly
-    these pieces and its own texts needs no marks: each text is between proven pieces.
+    The shape is the turns' roles and targets. A conversation whose rendering consists of these pieces and its texts
+    needs no marks: each text is between proven pieces.
     """
 
-    pieces: tuple[str, ...]  # before, between and behind the texts
+    pieces: tuple[str, ...]  # before, between and after the texts
     stops: tuple[str, ...]  # of a span
 
     def spans(self, chat: Chat, turns: Sequence[int], rendered: str) -> list[CharSpan] | None:
@@ -628,11 +628,11 @@ def find_layout(template: Template, marks: EndMarks, chat: Chat, turns: Sequence
 
 
 def thoughts_end(text: str, content: str, reasoning: str | None) -> int:
-    """Return where thoughts end in an assistant's rendered text, including white space after them.
+    """Return the end of the thoughts in an assistant's rendered text, including white space after them.
 
     Args:
         content: of the turn; it has thoughts if it starts with <think>, or its first mark is </think>.
-        reasoning: of the turn, if separate: includes the text up to a mark or the content.
+        reasoning: of the turn, if separate: the thoughts extend to the next </think> or to the content.
     """
     at = 0
     if reasoning and reasoning.strip():
@@ -652,12 +652,12 @@ def _unopened(content: str) -> bool:
 
 
 def _ending(tail: str, usual: str) -> str:
-    """Return the part of the text after a final turn's last leaf that belongs to it; plain turns end `usual`."""
+    """Return the part of `tail` that belongs to a final turn, after its last leaf; `usual` ends plain turns."""
     return tail[: tail.index(usual) + len(usual)] if usual and usual in tail else tail.rstrip()
 
 
 def _changed(message: Message, change: Callable[[str, str], str], split: bool) -> Message:
-    """Return the message with each text of the assistant replaced by change(its name, it); blank ones stay.
+    """Return the message with each text of the assistant replaced by change(name, text); blank texts stay.
 
     With `split` a content is split at `<think>` and `</think>`.
     """
@@ -701,10 +701,10 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return an expression that matches any of these texts, the longest at a place."""
+    """Return an expression that matches any of these texts, preferring the longest."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=lambda t: (-len(t), t)))) or "(?!)")
 
 
 def visible(text: str) -> str:
-    """Return text with its control characters written out."""
+    """Return the text with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

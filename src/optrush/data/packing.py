@@ -1,14 +1,14 @@
 """Lay samples out in rows: layouts, pure functions on lengths.
 
-A layout gets a window, some ten thousand samples in the epoch's random order, and makes rows of it. Packing a whole
-window fills rows to 99.9 %; samples in sequence leave a tenth empty. The window also bounds memory,
-for data of any length. A sample is a document, or the two of a pair, which always share a row.
+A layout gets a window, some ten thousand samples in the epoch's random order, and puts them into rows. Packing a whole
+window fills rows to 99.9 %; filling rows in sequence leaves 10 % empty. The window also bounds memory, for data of any
+length. A sample is a document, or the two of a pair, which always share a row.
 
 Padded   one sample per row, padded to T                            the default
 Fitted   one sample per row, padded to the longest of the micro-batch
 Sorted   one sample per row, steps of similar lengths, in random order
-Wrapped  all tokens in one line, cut into full rows                documents are cut and attend to each other
-Packed   best fit decreasing, rows in random order                 samples stay whole and isolated
+Wrapped  all tokens joined, cut into full rows                     documents are cut and attend to each other
+Packed   best fit decreasing, rows in random order                 samples stay uncut and isolated
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 
 WINDOW = 65536  # samples that a layout lays out together
-BUCKET = 64  # widths of rows that are not T are multiples of it: few distinct shapes
+BUCKET = 64  # row widths below T are multiples of this: few distinct shapes
 
 
 class Rows(NamedTuple):
     """Rows of one window: row r has the pieces [starts[r], starts[r+1]).
 
-    A piece is tokens [first, last) of a sample; those before `fresh` are context, not targets.
+    A piece is tokens [first, last) of a sample; tokens before `fresh` are context, not targets.
     """
 
     starts: np.ndarray  # (R+1,) int64
@@ -41,11 +41,11 @@ class Rows(NamedTuple):
         return len(self.starts) - 1
 
     def squares(self) -> np.ndarray:
-        """Return the cost of attention of each row, the sum of its pieces' squared lengths, (R,) int64."""
+        """Return the attention cost of each row, the sum of its pieces' squared lengths, (R,) int64."""
         return self._sums((self.last - self.first) ** 2)
 
     def tokens(self) -> np.ndarray:
-        """Return the real tokens of each row, (R,) int64."""
+        """Return the number of real tokens of each row, (R,) int64."""
         return self._sums(self.last - self.first)
 
     def _sums(self, of: np.ndarray) -> np.ndarray:
@@ -54,15 +54,15 @@ class Rows(NamedTuple):
 
 
 class RowLayout(Protocol):
-    """A way from windows to rows. Its `repr` is in a checkpoint's fingerprint: equal ones make equal rows."""
+    """A layout. Its `repr` is part of a checkpoint's fingerprint: equal layouts make equal rows."""
 
     @property
     def window(self) -> int:
-        """Samples that it lays out together."""
+        """Samples per window."""
 
     one_doc: ClassVar[bool]  # no row has two samples
     isolated: ClassVar[bool]  # documents of a row do not attend to each other
-    uncut: ClassVar[bool]  # it never cuts samples, so all must fit in T
+    uncut: ClassVar[bool]  # samples are never cut, so all must fit in T
     pad_to_longest: ClassVar[bool]  # a micro-batch is only as wide as its longest row (to a multiple of BUCKET), not T
 
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
@@ -70,7 +70,7 @@ class RowLayout(Protocol):
 
         Args:
             lengths: (n,) int64, tokens of its samples, in the epoch's order.
-            rows: rows of one step.
+            rows: rows per step.
             before: rows of the window's first step that are in earlier windows, fewer than `rows`.
             draw: random bits that depend only on (seed, epoch, window).
         """
@@ -106,11 +106,11 @@ class Sorted(Padded):
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
         """Return rows in steps aligned with the run's: the window may start inside a step."""
         order = np.argsort(lengths, kind="stable")
-        head = (rows - before) % rows  # rows that complete the step under way
+        head = (rows - before) % rows  # rows that complete the current step
         steps = -(-(len(order) - head) // rows)
         if steps < 1:
             return _alone(lengths, order)
-        # The step cut short by the window's start or end is also drawn, so that no length is always in it.
+        # Partial steps at the window's start and end are also drawn, so that no length is always in them.
         which = shuffled(steps + (head > 0), draw)
         sizes = np.full(len(which), rows)
         if head:
@@ -154,7 +154,7 @@ class Wrapped:
 
 @dataclass(frozen=True)
 class Packed:
-    """Best fit decreasing over a window: the longest sample first, each into the fullest row that it fits into.
+    """Best fit decreasing over a window: the longest sample first, each into the fullest row with room for it.
 
     Source: Johnson et al. 1974, https://doi.org/10.1137/0203025; for training, https://arxiv.org/abs/2107.02027.
     Samples of one length are interchangeable, so whole groups of rows are filled at once; their assignment is
@@ -170,24 +170,24 @@ class Packed:
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
         row, count = _best_fit(lengths, T)
         row = shuffled(count, draw)[row]
-        samples = np.argsort(row, kind="stable")  # within a row in the epoch's order
+        samples = np.argsort(row, kind="stable")  # within a row, in the epoch's order
         starts = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=count))])
         return _pieces(lengths, samples, starts)
 
 
 def _best_fit(lengths: np.ndarray, T: int) -> tuple[np.ndarray, int]:
-    """(the row of each sample, the number of rows)."""
+    """Return (the row of each sample, the number of rows)."""
     order = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
     room: dict[int, list[int]] = {}  # rows by free tokens
     some = 0  # bit n: a row has n tokens free
-    filled: list[list[int]] = []  # rows, in the order of their samples ...
-    copies: list[int] = []  # ... and how many samples each of them took
+    filled: list[list[int]] = []  # rows, in the order of their samples
+    copies: list[int] = []  # the number of samples that each row took
     n = 0
     for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist()):
         while count:
             if at := some >> size:
-                left = size + (at & -at).bit_length() - 1  # the least that is enough
+                left = size + (at & -at).bit_length() - 1  # the smallest sufficient room
                 held = room[left]
             else:
                 left, held = T, list(range(n, n + max(1, count // (T // size))))
@@ -225,10 +225,10 @@ def shuffled(n: int, draw: np.random.PCG64) -> np.ndarray:
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Assign rows to ranks greedily: the same number to each, with nearly equal cost.
+    """Return the rows of each rank: the same number, with nearly equal cost, by a greedy assignment.
 
-    The most expensive row first, each to the cheapest rank with room; then the most and the
-    least expensive rank exchange the two rows that bring their costs nearest, while that helps.
+    The most expensive row first, each to the cheapest rank with room. Then the most and the least expensive rank
+    exchange the two rows that bring their costs closest, as long as that helps.
     """
     if ranks == 1:
         return [list(range(len(costs)))]
@@ -257,7 +257,7 @@ def snug(longest: int, T: int) -> int:
 
 
 def snug_slots(used: np.ndarray, micro_rows: int, T: int) -> int:
-    """Return the slots of rows of these lengths, in micro-batches padded to their longest row."""
+    """Return the number of slots of rows with these lengths, in micro-batches padded to their longest row."""
     first = np.arange(0, len(used), micro_rows)
     longest = np.maximum.reduceat(used, first)
     count = np.minimum(micro_rows, len(used) - first)
@@ -274,17 +274,17 @@ class Survey:
     tokens: int  # real tokens; repeated context counts as padding
     fill: float  # tokens / slots
     squares: int  # sum of squared lengths of attention spans, the cost of attention
-    seconds: float  # that the layout took
+    seconds: float  # run time of the layout
 
 
 def survey(lengths: np.ndarray, T: int, rows: int, micro_rows: int, seed: int = 0) -> list[Survey]:
-    """Measure the four layouts on the same samples, in random order, cut to T if the layout does not cut.
+    """Return the results of the four layouts on the same samples, in random order; cut to T if the layout does not cut.
 
     Args:
-        lengths: (N,) int64 tokens of each sample.
+        lengths: (N,) int64, tokens of each sample.
         rows, micro_rows: per step, and per micro-batch; some layouts pad to its longest row.
     """
-    found = []
+    results = []
     for name, layout in LAYOUTS.items():
         fitting = np.minimum(lengths, T) if layout.uncut else lengths
         n, parts, seconds = 0, [], 0.0
@@ -299,11 +299,11 @@ def survey(lengths: np.ndarray, T: int, rows: int, micro_rows: int, seed: int = 
         slots = snug_slots(used, micro_rows, T) if layout.pad_to_longest else n * T
         squares = sum(int(p.squares().sum()) for p in parts) if layout.isolated else int((used**2).sum())
         tokens = int(fitting.sum())
-        found.append(Survey(name, n, slots, tokens, tokens / slots, squares, seconds))
-    return found
+        results.append(Survey(name, n, slots, tokens, tokens / slots, squares, seconds))
+    return results
 
 
-# By the technique that selects it.
+# Layouts by the technique that selects them.
 LAYOUTS: dict[str, Padded | Wrapped | Packed] = {
     "pad": Fitted(), "sort-by-length": Sorted(), "wrap": Wrapped(), "packing": Packed(),
 }  # fmt: skip

@@ -1,9 +1,9 @@
-"""Map a function over items by worker processes: results in order, a bounded number of items ahead, never a hang.
+"""Map a function over items with worker processes: results in order, a bounded number of items ahead, no hangs.
 
-A worker is a fork of this process with its memory, so that it starts within some hundredths of a second
-and needs little extra memory. The pool waits for all pipes at once, so a worker that dies ends its pipe, and one
-that says nothing for too long is killed. Either is an error of the item that it had, raised when its turn comes.
-Workers leave signals to the process that began them, and end with it.
+A worker is a fork that shares this process's memory, so that it starts within some hundredths of a second and needs
+little extra memory. The pool waits for all pipes at once: a worker that dies closes its pipe, and a worker that sends
+nothing for too long is killed. Either is an error of its item, raised at the item's turn. Workers ignore signals, which
+their parent handles, and end with it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from optrush.launch import die_with_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Beat = Callable[[int], None]  # reports that a worker is at work, with the number of rows done since the last report
+Beat = Callable[[int], None]  # reports that a worker is alive, with the number of rows done since the last report
 Work = Callable[[Item, Beat], Result]
 Lost = Callable[[Item, str], Exception]  # the error of a lost worker's item
 
-AHEAD = 2  # items of each worker
-SENT_S = 0.2  # a worker's maximum wait for the receipt of its last result
-QUIET_S = 600.0  # without a message, then a worker is killed
+AHEAD = 2  # items per worker
+SENT_S = 0.2  # a worker's maximum wait for its last result to be sent
+QUIET_S = 600.0  # a worker that sends no message for this long is killed
 POLL_S = 1.0
 LEFT_TO_PARENT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -51,15 +51,15 @@ def silent(_: Any) -> None:
 def map_ahead(
     work: Work[Item, Result], items: Iterable[Item], count: int, lost: Lost[Item], beat: Beat = silent
 ) -> Generator[Result]:
-    """Yield work(item, beat) for each item, in order; by workers if they are more than one.
+    """Yield work(item, beat) for each item, in order; in worker processes if `count` is more than one.
 
     Args:
         work: its result is pickled.
-        count: workers; close the generator to end them.
+        count: number of workers; close the generator to end them.
 
     Raises:
-        UserError, RunError: raised by `work`, at the item's turn.
-        Exception: `lost(item, what happened)`, for a worker that died, failed or sent nothing for QUIET_S.
+        UserError, RunError: from `work`, at the item's turn.
+        Exception: `lost(item, reason)`, for a worker that died, failed or sent nothing for QUIET_S.
     """
     if count <= 1:
         for item in items:
@@ -67,8 +67,8 @@ def map_ahead(
         return
 
     def start() -> Work[Item, Result]:
-        gc.freeze()  # a collection would write to, and so copy, all of the memory that is shared
-        os.dup2(2, 1)  # output of libraries is not a result
+        gc.freeze()  # a collection would write to shared memory, and so copy it
+        os.dup2(2, 1)  # output of libraries goes to standard error
         return work
 
     with Pool[Item, Result](forked(start, count), items, lost, limit_s=QUIET_S, beat=beat) as pool:
@@ -82,15 +82,15 @@ class Worker:
     pid: int
     pipe: Connection
     numbers: deque[int] = field(default_factory=deque)
-    quiet_s: float = 0.0  # that this process has waited since the worker's last message
+    quiet_s: float = 0.0  # time that this process has waited since the worker's last message
 
 
 class Pool(Generic[Item, Result]):
     """An iterator over the results of items; workers start immediately.
 
     Args:
-        ahead: items that each worker has at a time.
-        limit_s: as QUIET_S.
+        ahead: items per worker at a time.
+        limit_s: like QUIET_S.
         waiting: called about once per second while waiting for a result, with the seconds so far.
     """
 
@@ -132,7 +132,7 @@ class Pool(Generic[Item, Result]):
         return result
 
     def close(self) -> None:
-        """End the workers, whatever they are at; so does the end of this object, and that of the interpreter."""
+        """Kill the workers; this also happens when the object or the interpreter ends."""
         self._end()
         self._todo = iter(())
         self._items.clear()
@@ -148,7 +148,7 @@ class Pool(Generic[Item, Result]):
                 worker.pipe.send(item)
 
     def _receive(self) -> bool:
-        """Take the messages of workers within POLL_S; return whether any came."""
+        """Process the workers' messages that arrive within POLL_S; return whether there were any."""
         busy, begun = {worker.pipe: worker for worker in self.workers if worker.numbers}, time.monotonic()
         ready = [busy[pipe] for pipe in wait(list(busy), POLL_S) if isinstance(pipe, Connection)]
         for worker in ready:
@@ -163,7 +163,7 @@ class Pool(Generic[Item, Result]):
             else:
                 number = worker.numbers.popleft()
                 self._done[number] = value if kind == "done" else self._lost(self._items[number], value)
-        waited = time.monotonic() - begun  # without the time that the caller spends between two results
+        waited = time.monotonic() - begun  # excludes the caller's time between two results
         for worker in (w for w in busy.values() if w not in ready):
             worker.quiet_s += waited
             if worker.quiet_s >= self._limit_s:
@@ -181,7 +181,7 @@ class Pool(Generic[Item, Result]):
 
 
 def _end(workers: list[Worker], parent: int) -> None:
-    if os.getpid() == parent:  # a copy of this process has no workers
+    if os.getpid() == parent:  # a fork of this process has no workers
         for worker in workers:
             with suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
@@ -191,11 +191,11 @@ def _end(workers: list[Worker], parent: int) -> None:
 
 
 def _reaped(worker: Worker) -> int:
-    """Wait for the end of a worker; return its exit code, or minus the signal that ended it."""
+    """Wait for a worker to end; return its exit code, or minus the signal that ended it."""
     worker.pipe.close()
     try:
         return os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
-    except ChildProcessError:  # SIGCHLD is ignored here: the kernel has reaped it
+    except ChildProcessError:  # SIGCHLD is ignored: the kernel has reaped it
         return 0
 
 
@@ -205,13 +205,13 @@ def _ending(code: int) -> str:
     return f"was killed by signal {-code}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
 
 
-# --- Beginning a worker
+# --- Starting a worker.
 
-SERIAL = "TOKENIZERS_PARALLELISM"  # the tokenizer's threads are not in a copy of this process: it would wait for them
+SERIAL = "TOKENIZERS_PARALLELISM"  # a fork lacks the tokenizer's threads, and would wait for them
 
 
 def forked(start: Callable[[], Work[Item, Result]], count: int) -> list[Worker]:
-    """Begin copies of this process, each with the function that `start` returns in it."""
+    """Start forks of this process, each with the function that `start` returns there."""
     workers, parent, threads = list[Worker](), os.getpid(), os.environ.get(SERIAL)
     os.environ[SERIAL] = "false"
     try:
@@ -228,9 +228,9 @@ def forked(start: Callable[[], Work[Item, Result]], count: int) -> list[Worker]:
 
 def _fork(start: Callable[[], Work[Item, Result]], parent: int) -> Worker:
     ours, theirs = Pipe()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)  # before its first line one would end it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)  # until the worker ignores them
     try:
-        with warnings.catch_warnings():  # Python 3.12 warns of threads: forks use none of them
+        with warnings.catch_warnings():  # Python 3.12 warns about threads, which the forks do not use
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -241,7 +241,7 @@ def _fork(start: Callable[[], Work[Item, Result]], parent: int) -> Worker:
             except BaseException:
                 traceback.print_exc()
             finally:
-                os._exit(1)  # nothing of the process that was copied may run
+                os._exit(1)  # the parent's exit handlers must not run
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
@@ -249,7 +249,7 @@ def _fork(start: Callable[[], Work[Item, Result]], parent: int) -> Worker:
 
 
 def _leave_signals(parent: int) -> None:
-    """Ignore signals: schedulers and terminals signal every process of a job; only the parent decides."""
+    """Ignore signals: schedulers and terminals signal every process of a job; only the parent reacts."""
     for number in LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent, signal.SIGKILL)
@@ -274,7 +274,7 @@ def _serve(pipe: Connection, work: Work[Item, Result]) -> None:
             item = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
-        with waiting.all_tasks_done:  # a result that is still here when the next item kills this process is lost, too
+        with waiting.all_tasks_done:  # if the next item kills this process, unsent results are lost
             waiting.all_tasks_done.wait_for(lambda: not waiting.unfinished_tasks, SENT_S)
         try:
             message: tuple[str, object] = "done", work(item, beat)

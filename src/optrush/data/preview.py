@@ -1,8 +1,8 @@
 """Collect a view of the data: samples as text pieces with loss mask, lengths, the fill of each layout.
 
-These are facts for JSON, the terminal and the page; nothing is printed here. A mask shifted by a token, or a
-missing end of turn, trains a wrong model without any sign. Therefore the text is decoded token by token from the ids
-that training receives, not from the row.
+These are facts for JSON, the terminal and the page; nothing is printed here. A mask shifted by a token, or a missing
+end of turn, trains a wrong model silently. Therefore the text is decoded token by token from the ids that training
+receives, not taken from the row.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ OPEN, CLOSE = "⟦", "⟧"  # around targets
 OPEN_SPECIAL, CLOSE_SPECIAL = "⟪", "⟫"  # around a special token
 BORDER = "╎"  # between tokens
 MARKS = OPEN + CLOSE + OPEN_SPECIAL + CLOSE_SPECIAL + BORDER
-HEAD_tok, TAIL_tok = 768, 256  # of a long document, decoded at its start and end
+HEAD_tok, TAIL_tok = 768, 256  # decoded at the start and end of a long document
 CONTEXT_tok = 4  # decoded before a token: many tokenizers drop a leading space
-CHARACTER_tok = 8  # maximum tokens per character (4 bytes, and room)
-SEEN, LOOKED_AT, MOST_IMAGES = 3, 200, 24  # samples on a run's page; of the first; images per page
-BINS = 40  # of the histogram, about
-WIDE = 20  # longest / shortest: above, bins grow with length
+CHARACTER_tok = 8  # maximum tokens per character (4 bytes, with a margin)
+SEEN, LOOKED_AT, MOST_IMAGES = 3, 200, 24  # samples on a run's page; samples searched for images; images per page
+BINS = 40  # approximate number of bins in the histogram
+WIDE = 20  # longest / shortest: above this ratio, bins grow with length
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def token_pieces(
     tokenizer: Any, document: Document, first: int, last: int, special: frozenset[int] = frozenset(),
     pictures: Pictures = lambda _: "",
 ) -> Iterator[TextPiece]:  # fmt: skip
-    """Yield the tokens [first, last) with their text; tokens of one character or image are one piece.
+    """Yield the tokens [first, last) with their text; the tokens of a character or image form one piece.
 
     Args:
         pictures: returns the `TextPiece.image` of an image.
@@ -79,18 +79,18 @@ def _text_pieces(
     begun, done = max(0, first - CONTEXT_tok), first
     before = text(begun, done)
     for end in range(first + 1, last + 1):
-        whole = text(begun, end)
-        halved = whole.endswith("\ufffd") and end < last and end - done < CHARACTER_tok
+        decoded = text(begun, end)
+        halved = decoded.endswith("\ufffd") and end < last and end - done < CHARACTER_tok
         if halved and learnt[end] == learnt[done] and not {ids[end], ids[done]} & special:
             continue
-        added = whole[len(before) :] if whole.startswith(before) else text(done, end)
+        added = decoded[len(before) :] if decoded.startswith(before) else text(done, end)
         yield TextPiece(added, learnt[done], ids[done] in special, tuple(ids[done:end]))
         begun, done = done, end
         before = text(begun, done)
 
 
 def visible(c: str, marks: str = MARKS) -> str:
-    """Return a character of the data for a terminal: control characters and our own marks are escaped."""
+    """Return a character of the data for a terminal; control characters and `marks` are escaped."""
     if c == "\n":
         return "↵\n"
     if c == " " or (c.isprintable() and c not in marks):
@@ -99,7 +99,7 @@ def visible(c: str, marks: str = MARKS) -> str:
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return ids that text never tokenizes to: special tokens, and added ones other than white space."""
+    """Return the ids of special tokens, and of added tokens other than white space."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if str(token).replace("▁", " ").strip()}
     return frozenset(added | set(tokenizer.all_special_ids))
 
@@ -108,15 +108,15 @@ def describe_sample(
     tokenizer: Any, documents: Sequence[Document], special: frozenset[int], judged: bool = False,
     pictures: Pictures = lambda _: "",
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return a sample's documents; of long ones the start and the end.
+    """Return a sample's documents; for long ones only start and end.
 
     Args:
-        judged: the first of two is a good or bad answer, and the second its mismatched document; else they are a pair.
+        judged: the first is a good or bad answer, the second its mismatched document; else two documents are a pair.
     """
     names = ("chosen", "rejected") if len(documents) == 2 else ("document",)
     if judged:
         names = ("good answer" if documents[0].desirable else "bad answer", "mismatched")
-    found = []
+    shown = []
     for name, document in zip(names, documents, strict=True):
         n = len(document)
         head, tail = (n, n) if n <= HEAD_tok + TAIL_tok else (HEAD_tok, n - TAIL_tok)
@@ -128,15 +128,15 @@ def describe_sample(
             for first, last in ((0, head), (tail, n))
         )
         facts = {"name": name, "tokens": n, "targets": int(document.targets.sum())}
-        found.append({**facts, "pieces": pieces, "left_out": tail - head, "end": end})
-    return found
+        shown.append({**facts, "pieces": pieces, "left_out": tail - head, "end": end})
+    return shown
 
 
 def describe_samples(
     source: Dataset, tokenizer: Any, found: Iterable[tuple[int, Sequence[Document]]], T: int,
     pictures: Pictures = lambda _: "",
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield each sample (number, documents) with its place, and whether it is longer than a row."""
+    """Yield each sample (number, documents) with its location, and whether it is longer than a row."""
     special = special_ids(tokenizer)
     for i, documents in found:
         where = source.where(i)
@@ -159,16 +159,16 @@ def describe_rows(
 
 
 def seen_samples(source: Dataset, tokenizer: Any, T: int) -> list[dict[str, Any]]:
-    """Return the first samples with images, at most `SEEN`, with small ones."""
+    """Return the first samples with images, at most `SEEN`, with thumbnails."""
     from optrush.data.images import thumbnails
 
-    found = ((i, source.documents(i)) for i in range(min(len(source), LOOKED_AT)))
-    with_images = [(i, documents) for i, documents in found if any(d.images for d in documents)][:SEEN]
+    samples = ((i, source.documents(i)) for i in range(min(len(source), LOOKED_AT)))
+    with_images = [(i, documents) for i, documents in samples if any(d.images for d in documents)][:SEEN]
     return list(describe_samples(source, tokenizer, with_images, T, thumbnails(MOST_IMAGES)))
 
 
 def length_summary(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str, Any]:
-    """Return the distribution of uncut sample lengths (N,), and the fraction of targets."""
+    """Return the distribution of uncut sample lengths (N,), and the share of targets."""
     low, high = int(lengths.min()), int(lengths.max())
     growing = high > WIDE * low
     scale = np.geomspace if growing else np.linspace
@@ -191,20 +191,20 @@ def length_summary(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str
 def fills(lengths: np.ndarray, T: int, rows: int, micro_rows: int, config: Config) -> list[dict[str, Any]]:
     """Return each layout's fill, planned samples per second, and whether the run uses it.
 
-    The lengths (N,) are tokens per uncut sample; rows are per step and per micro-batch.
+    The lengths (N,) are tokens per uncut sample; `rows` is per step, `micro_rows` per micro-batch.
     """
     cut = cut_lengths(lengths, T, config.data.too_long)
-    found = {}
+    results = {}
     for samples in (lengths, cut) if lengths.max() > T and len(cut) else (lengths,):
         for s in survey(samples, T, rows, micro_rows, config.seed):
-            if s.name not in found or LAYOUTS[s.name].uncut:
+            if s.name not in results or LAYOUTS[s.name].uncut:
                 speed = len(samples) / max(s.seconds, 1e-9)
-                found[s.name] = {**asdict(s), "samples_per_s": speed, "chosen": s.name in config.with_}
-    return list(found.values())
+                results[s.name] = {**asdict(s), "samples_per_s": speed, "chosen": s.name in config.with_}
+    return list(results.values())
 
 
 def cut_lengths(lengths: np.ndarray, T: int, how: str) -> np.ndarray:
-    """Return the lengths for layouts that do not cut; for `error` as if truncated."""
+    """Return the lengths of the samples after cutting, for layouts that do not cut; `error` counts as `truncate`."""
     if how == "drop":
         return np.asarray(lengths[lengths <= T])
     if how != "split":

@@ -1,9 +1,9 @@
-"""Read rows from files of every common format, strictly: what is not exactly understood is an error with its place.
+"""Read rows from files of every common format, strictly: a row that does not parse is an error with its location.
 
 Lenient readers guess a schema and change it silently when a row does not fit. Here a bad row is never repaired and
-never skipped: `read_rows` raises at the first, `attempts` yields each as a value, so that a cleaner can count them.
-All but JSON arrays streams: memory is bounded by the longest row, not by the file. `find_files` turns `data.path` into
-files.
+never skipped: `read_rows` raises at the first one, `attempts` yields each as a value, so that a cleaner can count them.
+Every format but JSON arrays is streamed: memory is bounded by the longest row, not by the file. `find_files` turns
+`data.path` into files.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ PACKED = (".gz", ".bz2", ".xz", ".zst")
 LINES, ARRAY, PARQUET = (".jsonl", ".ndjson"), ".json", ".parquet"
 CELLS = {".csv": ",", ".tsv": "\t"}
 TEXT = (".txt", ".md")
-KNOWN = (*LINES, ARRAY, PARQUET, *CELLS, *TEXT)  # all but Parquet may be packed: .jsonl.zst
+KNOWN = (*LINES, ARRAY, PARQUET, *CELLS, *TEXT)  # all but Parquet may be compressed: .jsonl.zst
 NAMES = f"{', '.join(KNOWN)}, or one of the text kinds with {', '.join(PACKED)}"  # for error messages
 TEXT_ROWS = ("file", "paragraph", "line")
 LONGEST_ROW_bytes = 32 * 2**20
-PIECE_bytes, LEAST_bytes = 2**20, 2**12  # read at once; of a part of a file at least
-TAKEN_bytes = 2**10  # packed bytes unpacked at once: even zstd makes at most 32 MiB of these
+PIECE_bytes, LEAST_bytes = 2**20, 2**12  # size of one read, and its minimum for a part of a file
+TAKEN_bytes = 2**10  # compressed bytes per decompression call: even zstd expands these to at most 32 MiB
 
-Rows = Iterator[tuple[int, dict[str, Any] | str]]  # (number, the row or the reason why it is none)
+Rows = Iterator[tuple[int, dict[str, Any] | str]]  # (number, the row or the reason why it is invalid)
 
 
 class Damaged(Exception):
-    """A file that cannot be read on, why, and what to do."""
+    """A file that cannot be read further, with the reason and the fix."""
 
     def __init__(self, reason: str, do: str = "fix the file, or fetch it again") -> None:
         super().__init__(reason)
@@ -57,10 +57,10 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a file that is read alone.
+    """A part of a file, read independently of the others.
 
-    `first` is the number of its first row, from 1. Bytes [start, end) of a file of lines, row groups [start, end) of a
-    Parquet file, or all of the file (0, None).
+    `first` is the number of its first row, from 1. [start, end) are bytes of a file of lines, or row groups of a
+    Parquet file; (0, None) is the whole file.
     """
 
     file: Path
@@ -78,12 +78,12 @@ def form(path: Path) -> tuple[str, str] | None:
     return (inner, packing) if inner in KNOWN and inner != PARQUET else None
 
 
-# --- Bytes. The readers of the standard library and of zstandard take a truncated stream, or a damaged second one, for
-# the end of the file, which loses rows silently. Here only the end of a whole stream is an end.
+# --- Bytes. The readers of the standard library and of zstandard treat a truncated stream, or a damaged second one, as
+# the end of the file, which loses rows silently. Here only the end of a complete stream ends the file.
 
 
 def opened(path: Path, packing: str, size: int = PIECE_bytes) -> io.BufferedReader[Any]:
-    """Open a file to read `size` bytes, unpacked if `packing` (one of PACKED) is given; reading may raise Damaged."""
+    """Open a file to read `size` bytes, decompressed if `packing` (one of PACKED) is set; reading may raise Damaged."""
     if not packing:
         return io.BufferedReader(open_file(path, 0), max(LEAST_bytes, min(size, PIECE_bytes)))
     new, errors = _unpacker(path, packing)
@@ -92,7 +92,7 @@ def opened(path: Path, packing: str, size: int = PIECE_bytes) -> io.BufferedRead
 
 
 def _unpacker(path: Path, packing: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
-    """Return (a function that makes a decompressor of one stream, the errors that it raises)."""
+    """Return (a function that creates a decompressor for one stream, the errors that it raises)."""
     if packing == ".gz":
         return lambda: zlib.decompressobj(zlib.MAX_WBITS | 16), (zlib.error,)
     if packing == ".bz2":
@@ -110,14 +110,14 @@ def _unpacker(path: Path, packing: str) -> tuple[Callable[[], Any], tuple[type[E
 def _unpacked(
     file: io.BufferedReader[Any], new: Callable[[], Any], errors: tuple[type[Exception], ...]
 ) -> Iterator[bytes]:
-    """Yield the contents of streams that follow one another; zeros between them are padding."""
+    """Yield the contents of consecutive streams; zeros between them are padding."""
     packed = b""
     while True:
         while not (packed := packed.lstrip(b"\0")):
             if not (packed := file.read(TAKEN_bytes)):
                 return
         stream = new()
-        bounded = hasattr(stream, "needs_input")  # bz2 and xz: those can make gigabytes of a few bytes
+        bounded = hasattr(stream, "needs_input")  # bz2 and xz: they can expand a few bytes to gigabytes
         while not stream.eof:
             if not packed and (not bounded or stream.needs_input):
                 packed = file.read(TAKEN_bytes)
@@ -153,7 +153,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def lines(file: io.BufferedReader, size: int | None = None) -> Iterator[bytes | None]:
-    """Yield the lines of the next `size` bytes, or of all; None for one that is too long."""
+    """Yield the lines of the next `size` bytes, by default of all; None in place of a line that is too long."""
     left: float = float("inf") if size is None else size
     while left > 0 and (raw := file.readline(LONGEST_ROW_bytes + 1)):
         left -= len(raw)
@@ -171,12 +171,12 @@ BOM = b"\xef\xbb\xbf"
 
 
 def skip_mark(file: io.BufferedReader[Any]) -> bool:
-    """Read the byte order mark that some editors write at the beginning of a file; return whether there is one."""
+    """Skip the byte order mark that some editors write at the beginning of a file; return whether there was one."""
     return file.peek(len(BOM))[: len(BOM)] == BOM and file.read(len(BOM)) == BOM
 
 
 def without_blank_end(found: Iterator[bytes | None], file: io.BufferedReader[Any]) -> Iterator[bytes | None]:
-    """Yield lines of a file without the blank ones at its end, which editors leave there; others are rows."""
+    """Yield the lines of a file without the blank ones that editors leave at its end; other blank lines are rows."""
     blank = 0
     for raw in found:
         if raw is not None and not raw.strip():
@@ -189,8 +189,8 @@ def without_blank_end(found: Iterator[bytes | None], file: io.BufferedReader[Any
         yield from (b"\n" for _ in range(blank))
 
 
-# --- Rows of an open file, one function a layout. Each reads on after a bad row wherever the next one can be found, and
-# keeps one row in memory.
+# --- Rows of an open file, one function per layout. Each continues after a bad row wherever the next row can be found,
+# and holds one row in memory.
 
 
 def _too_long() -> str:
@@ -214,12 +214,12 @@ def _text(raw: bytes) -> dict[str, Any] | str:
 
 
 def _lines_ended(text: str) -> str:
-    """Return a text whose lines end with a line feed alone, whichever system wrote it."""
+    """Return the text with line feeds as line ends, whichever system wrote it."""
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def _decoded(raw: bytes) -> tuple[str, str]:
-    """Return (what is wrong with the bytes, the text with marks where it is)."""
+    """Return (the reason why the bytes are invalid, else "", the text with replacement characters)."""
     try:
         text = raw.decode("utf-8")
         return "it begins with a byte order mark (BOM)" if text.startswith("\ufeff") else "", text
@@ -237,7 +237,7 @@ def _whole(file: io.BufferedReader) -> Rows:
 
 
 def _paragraphs(file: io.BufferedReader) -> Rows:
-    """Yield the texts between blank lines, each numbered by its first line."""
+    """Yield the texts between blank lines; a text's number is that of its first line."""
     parts: list[bytes] = []
     size = first = 0
     for line, raw in chain(enumerate(lines(file), 1), [(0, b"")]):
@@ -252,7 +252,7 @@ def _paragraphs(file: io.BufferedReader) -> Rows:
 
 
 def _items(file: io.BufferedReader) -> Rows:
-    """Yield the items of one JSON array, which is read whole."""
+    """Yield the items of one JSON array; reads the whole file into memory."""
     try:
         values = decode_json(file.read())
     except ValueError as error:
@@ -262,9 +262,9 @@ def _items(file: io.BufferedReader) -> Rows:
 
 
 def _cells(file: io.BufferedReader, usual: str, named: str) -> Rows:
-    """Yield rows of strings under the names of the first line (RFC 4180), cut at the `named` separator or the usual."""
-    csv.field_size_limit(LONGEST_ROW_bytes)  # the module's own is 128 KiB, for the whole process
-    wrong: list[str] = []  # what is wrong with the bytes of the row that is being read
+    """Yield rows of strings keyed by the header (RFC 4180), split at the separator `named`, by default at `usual`."""
+    csv.field_size_limit(LONGEST_ROW_bytes)  # the default is 128 KiB; the limit is per process
+    wrong: list[str] = []  # errors in the bytes of the current row
     row = first = size = 0
     delimiter = named or separator(file.peek(PIECE_bytes)[:PIECE_bytes].decode("utf-8", "ignore"), usual)
 
@@ -272,7 +272,7 @@ def _cells(file: io.BufferedReader, usual: str, named: str) -> Rows:
         nonlocal size
         for raw in lines(file):
             size += LONGEST_ROW_bytes + 1 if raw is None else len(raw)
-            if raw is None or size > LONGEST_ROW_bytes:  # the end of its quotes, and so the next row, is unknown
+            if raw is None or size > LONGEST_ROW_bytes:  # where its quotes end, and so the next row, is unknown
                 raise Damaged(f"row {row + 1}, line {first}: {_too_long()}, or a quote is not closed")
             reason, text = _decoded(raw)
             wrong.extend([reason] if reason else [])
@@ -280,7 +280,7 @@ def _cells(file: io.BufferedReader, usual: str, named: str) -> Rows:
 
     table = csv.reader(decoded(), delimiter=delimiter, strict=True)
     header: list[str] | None = None
-    blank: list[tuple[int, str]] = []  # rows that are errors, unless nothing follows them
+    blank: list[tuple[int, str]] = []  # errors of blank rows, unless these end the file
     while True:
         first, size = table.line_num + 1, 0
         wrong.clear()
@@ -316,7 +316,7 @@ def _cells(file: io.BufferedReader, usual: str, named: str) -> Rows:
 
 
 def _refuse_separator(header: list[str], cells: list[str], delimiter: str) -> None:
-    """Raise Damaged for a header and a first row that another separator would make several columns of."""
+    """Raise Damaged if another separator would split the header and the first row into several columns."""
     marks = (mark for mark in SEPARATORS if mark != delimiter and mark in header[0] and mark in "".join(cells))
     if len(header) == 1 and (other := next(marks, None)) is not None:
         named = "".join(f", or name it {suffix}" for suffix, mark in CELLS.items() if mark == other)
@@ -324,13 +324,13 @@ def _refuse_separator(header: list[str], cells: list[str], delimiter: str) -> No
         raise Damaged(found, f"write `data.separator: {json.dumps(other)}`{named}")
 
 
-# --- Rows of a Parquet file, a few at a time, as JSON has them.
+# --- Rows of a Parquet file, a few at a time, as JSON values.
 
 MOST_ROWS = 256  # decoded at once
 
 
 def _parquet_rows(chunk: Chunk) -> Rows:
-    """Yield the rows of a chunk's row groups, without their nulls."""
+    """Yield the rows of a chunk's row groups, without nulls."""
     import pyarrow
 
     row = chunk.first - 1
@@ -344,7 +344,7 @@ def _parquet_rows(chunk: Chunk) -> Rows:
         types = {name: schema.field(name).type if any(map(_is_json, leaves[name])) else None for name in columns}
         groups = range(file.num_row_groups)[chunk.start : chunk.end]
         try:
-            # One thread: parts are read in parallel.
+            # Single-threaded: chunks are read in parallel.
             for batch in file.iter_batches(MOST_ROWS, row_groups=groups, columns=columns, use_threads=False):
                 for value in _batch(batch, types):
                     row += 1
@@ -365,7 +365,7 @@ def _parquet_chunks(path: Path, size_bytes: int) -> Iterator[Chunk]:
 
 
 def _parquet(path: Path) -> Any:
-    """Open a Parquet file, of which only the columns and groups that are used are read."""
+    """Open a Parquet file; only the columns and row groups in use are read."""
     import pyarrow.parquet
 
     options = {"pre_buffer": False, "buffer_size": PIECE_bytes, "page_checksum_verification": True}
@@ -378,7 +378,7 @@ def _parquet(path: Path) -> Any:
 
 
 def _batch(batch: Any, types: dict[str, Any]) -> list[dict[str, Any] | str]:
-    """Return the rows of a batch, or why they are none; one by one if they are large or one is bad."""
+    """Return the rows of a batch, or the reason why each is invalid; converts them singly if large or if one is bad."""
     reason = _too_long()
     if batch.nbytes <= LONGEST_ROW_bytes:
         try:
@@ -394,10 +394,10 @@ def _batch(batch: Any, types: dict[str, Any]) -> list[dict[str, Any] | str]:
 
 
 def _plain(value: Any, type_: Any) -> Any:
-    """Return a value without its objects' nulls; JSON texts, by the Arrow type, are decoded and keep their nulls."""
+    """Return a value without nulls in its objects; strings of Arrow's JSON type are decoded and keep their nulls."""
     if isinstance(value, dict):
-        there = {name: part for name, part in value.items() if part is not None}
-        return {name: _plain(part, None if type_ is None else type_.field(name).type) for name, part in there.items()}
+        present = {name: part for name, part in value.items() if part is not None}
+        return {name: _plain(part, None if type_ is None else type_.field(name).type) for name, part in present.items()}
     if isinstance(value, list):
         inner = None if type_ is None else type_.value_type
         return [_plain(part, inner) for part in value]
@@ -433,7 +433,7 @@ def _in_json(type_: Any) -> bool:
 
 
 def read_rows(path: Path, text_rows: str = "file") -> Iterator[tuple[RowLocation, dict[str, Any]]]:
-    """Yield every row of a file with its place; raise DataError at the first that is none."""
+    """Yield every row of a file with its location; raise DataError at the first invalid one."""
     for where, row in attempts(path, text_rows):
         if isinstance(row, DataError):
             raise row
@@ -441,17 +441,17 @@ def read_rows(path: Path, text_rows: str = "file") -> Iterator[tuple[RowLocation
 
 
 def attempts(source: Path | Chunk, text_rows: str = "file") -> Iterator[tuple[RowLocation, dict[str, Any] | DataError]]:
-    """Yield every row of a file, or of a part of it, or the error of a row that is none; goes on after a bad one.
+    """Yield every row of a file, or of a part of it; for an invalid row its error, after which reading continues.
 
-    A place is a line in files of lines and of text, and the row's number (from 1) in Parquet, CSV and JSON arrays.
-    A Parquet file has every column in every row: null values are left out, at any depth, as keys that are absent.
-    Its columns of values that JSON has not (bytes, times) are read only if a row's meaning needs them.
+    A location is a line in files of lines and of text, and the row's number (from 1) in Parquet, CSV and JSON arrays.
+    A Parquet file has every column in every row: null values, at any depth, are treated as absent keys.
+    Columns of types that JSON lacks (bytes, times) are read only if `MEANT` has their name.
 
-    One row of a .txt or .md file is the `file`, a `paragraph` (between blank lines), or a `line` (but no blank one).
+    A row of a .txt or .md file is the `file`, a `paragraph` (between blank lines), or a `line` (unless blank).
 
     Raises:
-        DataError: no such file, an unknown or damaged one (after the rows before the damage), or one without rows.
-        NeedsError: the library that unpacks it is missing.
+        DataError: a missing, unknown, empty or damaged file; damage is reported after the rows before it.
+        NeedsError: the library that decompresses the file is missing.
     """
     chunk = source if isinstance(source, Chunk) else Chunk(source, 1, 0, None)
     path = chunk.file
@@ -470,10 +470,10 @@ def attempts(source: Path | Chunk, text_rows: str = "file") -> Iterator[tuple[Ro
 
 
 def chunks(file: Path, size_bytes: int = 16 << 20, text_rows: str = "file") -> Iterator[Chunk]:
-    """Yield the parts of a file, one after the other; they depend on the file's bytes and `size_bytes` alone.
+    """Yield the parts of a file in order; they depend on the file's bytes and `size_bytes` alone.
 
-    Lines are never cut: a part ends with the line that reaches `size_bytes`. Packed files, JSON arrays, CSV and text
-    that is not read by lines are one part. Raises DataError: no such file, an unknown, damaged or empty one.
+    Lines are never split: a part ends with the line that reaches `size_bytes`. Compressed files, JSON arrays, CSV and
+    text that is not read by lines are one part. Raises DataError: a missing, unknown, damaged or empty file.
     """
     chunk = None
     with _as_data_errors(file):
@@ -485,8 +485,8 @@ def chunks(file: Path, size_bytes: int = 16 << 20, text_rows: str = "file") -> I
                 skip_mark(start)
                 begin = start.peek()
             array, empty = suffix == ARRAY and begin.lstrip()[:1] == b"[", not begin
-            one = packing or array or suffix in CELLS or (suffix in TEXT and text_rows.partition(" ")[0] != "line")
-            parts = iter([Chunk(file, 1, 0, None)]) if one else _line_chunks(file, size_bytes)
+            single = packing or array or suffix in CELLS or (suffix in TEXT and text_rows.partition(" ")[0] != "line")
+            parts = iter([Chunk(file, 1, 0, None)]) if single else _line_chunks(file, size_bytes)
             parts = iter(()) if empty else parts
         for chunk in parts:
             yield chunk
@@ -541,7 +541,7 @@ def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
             row = _text if suffix in TEXT else _object
             size = None if chunk.end is None else chunk.end - chunk.start - len(BOM) * marked
             for line, raw in enumerate(without_blank_end(lines(file, size), file), chunk.first):
-                if raw is None or raw.strip() or suffix not in TEXT:  # blank lines of a text are no rows
+                if raw is None or raw.strip() or suffix not in TEXT:  # blank lines of a text are not rows
                     yield line, _too_long() if raw is None else row(raw)
 
 
@@ -550,7 +550,7 @@ def _line_chunks(file: Path, size_bytes: int) -> Iterator[Chunk]:
         start, first = 0, 1
         while piece := raw.read(size_bytes):
             end, count = start + len(piece), piece.count(b"\n")
-            while piece and not piece.endswith(b"\n"):  # on to the end of the line that was cut
+            while piece and not piece.endswith(b"\n"):  # read to the end of the line
                 piece = raw.read(2**16)
                 cut = piece.find(b"\n") + 1
                 piece = piece[:cut] if cut else piece
@@ -560,14 +560,14 @@ def _line_chunks(file: Path, size_bytes: int) -> Iterator[Chunk]:
             raw.seek(start)
 
 
-# --- From `data.path` to files: one, a folder's, a glob's, or a data set of the hub, written once as Parquet.
+# --- From `data.path` to files: a file, a folder, a glob, or a data set of the hub, stored once as Parquet.
 #
-# Files are left out only by rule: hidden names, unknown suffixes next to known ones, files that describe a data set.
-# A choice that would read rows twice, or documents and rows as one, is refused.
+# Files are skipped only by rule: hidden names, unknown suffixes next to known ones, files that describe a data set.
+# A choice that would read rows twice, or mix documents with rows, is rejected.
 
 HUB = "hub:"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?::\w[\w.]*)?")
-# What may follow the prefix: also a configuration of the data set, and a slice of a split.
+# The text after the prefix: may also have a configuration of the data set, and a slice of a split.
 HUB_SET = re.compile(
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/([A-Za-z0-9][\w.-]*))?(?::(\w[\w.]*(?:\[[-\d]*%?:?[-\d]*%?\])?))?"
 )
@@ -577,24 +577,24 @@ ABOUT = frozenset({
     "README.md", "LICENSE.md", "LICENSE.txt", "dataset_info.json", "dataset_infos.json", "dataset_dict.json",
     "state.json",
 })  # fmt: skip
-# Names of a data set's parts: train.jsonl, test-00000-of-00001.parquet, valid_1.json, and folders of these names.
+# Names of a data set's splits: train.jsonl, test-00000-of-00001.parquet, valid_1.json, and folders of these names.
 PARTS = "(train|training|test|testing|valid|validation|val|dev|eval|evaluation|heldout|holdout)"
 SPLIT = re.compile(rf"(?i)(?:^|[-_. ]){PARTS}(?=$|[-_. \d])")
-# The same where no file is named after training: the whole name, but for the number of a shard and what dots separate.
-# `dev-docs.jsonl` may be a file like others.
+# Where no file is named after training, the whole name must match, except a shard's number and parts between dots:
+# `dev-docs.jsonl` may be an ordinary file.
 WHOLE = re.compile(rf"(?i)(?:^|\.){PARTS}(?:[-_ ]?\d+(?:-of-\d+)?)?(?=$|\.)")
-SETTLED_ns = 2 * 10**9  # a file changed more recently could change again within one tick of its clock
+SETTLED_ns = 2 * 10**9  # a file that changed more recently could change again within one tick of its clock
 
 
 def find_files(path: str, cache: Path | None = None) -> list[Path]:
     """Return the data files that a path names, sorted.
 
-    A path is a file; a folder (all data files in it and its folders, but hidden ones and those of ABOUT); a glob; or a
-    data set of the hub, which is fetched once into the cache: `org/name` if no such path exists, or
-    `hub:org/name[/configuration][:split]`, else its split `train`; a split may be a slice, `train[:20%]`. Or `s3://...`.
+    A path is a file; a folder (all data files below it except hidden ones and those in ABOUT); a glob; `s3://...`; or a
+    data set of the hub, downloaded once into the cache: `org/name` if no such path exists, or
+    `hub:org/name[/configuration][:split]`. The default split is `train`; a split may be a slice, `train[:20%]`.
 
     Raises:
-        DataError: nothing is there, nothing known, or files that do not go together; no such data set or no network.
+        DataError: no file, no known format, or files that do not go together; no such data set, or no network.
         NeedsError: a hub id without the `datasets` library.
     """
     asked = f"training data from {path}"
@@ -616,26 +616,26 @@ def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
         return _one_split(asked, _together(asked, listed, "an empty folder"), place)
     if glob.has_magic(path):
         matches = [Path(name) for name in sorted(glob.glob(str(place), recursive=True))]
-        found = _together(asked, [file for file in matches if not file.is_dir()], "no match")
-        return _one_split(asked, found, Path(os.path.commonpath([file.parent for file in found])))
+        files = _together(asked, [file for file in matches if not file.is_dir()], "no match")
+        return _one_split(asked, files, Path(os.path.commonpath([file.parent for file in files])))
     if HUB_ID.fullmatch(path) and form(place) is None and not place.parent.is_dir():
         return [_from_hub(path, cache)]
     near = os.listdir(place.parent) if place.parent.is_dir() else []
     do = "check the path" + "".join(f": did you mean {n}?" for n in difflib.get_close_matches(place.name, near, 1))
-    kind, _, more = path.partition(":")  # as `optrush init --data` takes what is no file
+    kind, _, more = path.partition(":")  # forms that `optrush init --data` accepts
     if kind in ("sample", "random"):
         do = f"write `data: {{{kind}: {more or {'sample': 'recipes', 'random': 'true'}[kind]}}}`; or {do}"
     raise DataError(asked, "no such file", do)
 
 
 def about(path: str) -> list[str]:
-    """Return the names in a folder that are left out because they describe the data."""
+    """Return the names of the files in a folder that are skipped because they describe the data."""
     place = Path(os.path.expanduser(path))
     return sorted({file.name for file in _inside(place)} & ABOUT) if place.is_dir() else []
 
 
 def _inside(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its folders, but the hidden ones; each folder once, whatever links lead there."""
+    """Yield the files below a folder except hidden ones; each folder once, even if several links lead to it."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -649,7 +649,7 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def _together(asked: str, files: list[Path], nothing: str) -> list[Path]:
-    """Return the files of known kinds, if they can be one corpus."""
+    """Return the files of known formats; raise DataError if they cannot be one corpus."""
     if not files:
         raise DataError(asked, nothing, "name a data file, a folder of some, or a glob")
     known = {file: format_ for file in files if (format_ := form(file))}
@@ -669,9 +669,9 @@ def _together(asked: str, files: list[Path], nothing: str) -> list[Path]:
 
 
 def _one_split(asked: str, files: list[Path], root: Path) -> list[Path]:
-    """Return the files below a folder; raises DataError where some are a data set's held-out split and others are not.
+    """Return `files`; raise DataError if they mix a data set's held-out split with other files below `root`.
 
-    Plain texts are split only where one of them is named after training: `test.md` may be a page like others.
+    Plain texts count as splits only if one of them is named after training: `test.md` may be an ordinary page.
     """
     splits = _splits(files, root, SPLIT)
     if "train" not in splits:
@@ -689,7 +689,7 @@ def _one_split(asked: str, files: list[Path], root: Path) -> list[Path]:
 
 
 def _splits(files: list[Path], root: Path, pattern: re.Pattern[str]) -> dict[str, list[Path]]:
-    """Return the files of each part of a data set by their names below a folder; "" has those of no part or several."""
+    """Return the files of each split, by their names below a folder; "" has files of no split or of several."""
     splits: dict[str, list[Path]] = {}
     for file in files:
         names = [match[1].lower() for part in file.relative_to(root).parts for match in pattern.finditer(part)]
@@ -715,9 +715,9 @@ def _from_hub(name: str, cache: Path | None) -> Path:
 
 
 def files_fingerprint(files: Path | Iterable[Path], cache: Path | None = None) -> str:
-    """Return the SHA-256 over the contents and formats of files in their order, whatever their names and places.
+    """Return the SHA-256 over the contents and formats of files in order, independent of their names and folders.
 
-    The cache stores hashes by path, size, time of change and inode, so that an unchanged file is not read again.
+    The cache stores hashes by path, size, times of change and inode, so that an unchanged file is not read again.
     """
     named = [files] if isinstance(files, Path) else list(files)
     lines = (f"{form(file)} {digest}\n" for file, digest in zip(named, _digests(named, cache), strict=True))
@@ -725,10 +725,10 @@ def files_fingerprint(files: Path | Iterable[Path], cache: Path | None = None) -
 
 
 def _digests(files: Iterable[Path], cache: Path | None) -> list[str]:
-    """Return the SHA-256 of each file; a file that the cache has a hash of is not read."""
+    """Return the SHA-256 of each file; a file whose hash is in the cache is not read."""
     memory = cache / "fingerprints.json" if cache else None
     known = _stored_hashes(memory)
-    found: list[str] = []
+    digests: list[str] = []
     fresh = False
     for file in files:
         try:
@@ -742,22 +742,22 @@ def _digests(files: Iterable[Path], cache: Path | None) -> list[str]:
         except OSError as error:
             do = "check the file and its permissions"
             raise DataError(f"training data from {file}", error.strerror or str(error), do) from error
-        found.append(str(known[key][-1]))
+        digests.append(str(known[key][-1]))
     if memory and fresh:
         settled = time.time_ns() - SETTLED_ns
         kept = {key: entry for key, entry in known.items() if int(entry[1]) < settled}
         cache_folder(memory.parent)
         write_whole(memory, json.dumps(kept), memory.with_name(f"{memory.name}.{os.getpid()}"))
-    return found
+    return digests
 
 
-# --- What a run has read, so that a resumed run can report what changed.
+# --- Records of the files of a run, so that a resumed run can report changes.
 
 
 def record_files(paths: Iterable[str], cache: Path | None) -> list[dict[str, Any]]:
-    """Return a record of the files that some paths name: path, bytes and SHA-256 of each.
+    """Return path, bytes and SHA-256 of each file that the paths name.
 
-    The hashes come from the cache of `files_fingerprint`, which has read the files.
+    The hashes come from the cache, filled by `files_fingerprint`.
     """
     files = [file for path in paths for file in find_files(path, cache)]
     digests = zip(files, _digests(files, cache), strict=True)
@@ -765,7 +765,7 @@ def record_files(paths: Iterable[str], cache: Path | None) -> list[dict[str, Any
 
 
 def record_changes(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return what differs between two records: a text for each file."""
+    """Return the differences between two records, a text per file."""
     before, after = ({part["path"]: part for part in record} for record in (then, now))
     changes = [f"{path} is no longer read" for path in before if path not in after]
     changes += [f"{path} was not read before" for path in after if path not in before]
@@ -777,18 +777,18 @@ def record_changes(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str,
 
 
 def changed_meanwhile(file: Path) -> DataError:
-    """Return the error of a file that changed after its contents were hashed."""
+    """Return the error for a file that changed after it was hashed."""
     return DataError(f"to read {file}", "it changed during reading", "wait until it is complete, and start again")
 
 
 def mark(file: Path) -> list[int]:
-    """Return numbers of which one changes whenever the file does."""
+    """Return numbers that identify the file's state: at least one changes whenever the file does."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns]  # ctime cannot be set back
 
 
 def _stored_hashes(memory: Path | None) -> dict[str, list[int | str]]:
-    """Return the hashes in the cache; a damaged file of it counts as none."""
+    """Return the hashes in the cache; none if its file is missing or damaged."""
     try:
         stored, sound = parse_json(read_file(memory)) if memory else {}, [int, int, int, int, str]
         return {key: entry for key, entry in stored.items() if [type(part) for part in entry] == sound}

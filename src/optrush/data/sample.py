@@ -1,6 +1,6 @@
 """Read the `recipes` sample: conversations with a cook, and pairs of recipes, for a first run without a download.
 
-The rows are stored in this package. `benchmarks/recipes.py` generated them and makes any number more.
+The rows are stored in this package. `benchmarks/recipes.py` generated them and can generate more.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-TURN = 37  # rows by which the next seed begins further on
+TURN = 37  # rows between the starts of two consecutive seeds
 
 Turn = dict[str, str]
 
 
 def conversations(n: int, seed: int) -> Iterator[list[Turn]]:
-    """Yield n conversations as lists of {role, content}, at most the 1,000 there are; the seed decides the first."""
+    """Yield n of the 1,000 conversations as lists of {role, content}; the seed selects the first."""
     return (row["messages"] for row in _rows("recipes.jsonl.xz", n, seed))
 
 
@@ -28,7 +28,7 @@ def preferences(n: int, seed: int) -> Iterator[dict[str, list[Turn]]]:
 
 
 def write_sample(path: Path, n: int, seed: int, *, pairs: bool = False) -> None:
-    """Write JSON Lines: the conversations, one {"messages": [...]} a row, or the pairs."""
+    """Write JSON Lines: conversations, one {"messages": [...]} per line, or pairs."""
     rows = preferences(n, seed) if pairs else ({"messages": messages} for messages in conversations(n, seed))
     with path.open("w", encoding="utf-8") as file:
         for row in rows:

@@ -1,9 +1,9 @@
-"""Order the samples of a run, and cut the order into steps, ranks and micro-batches.
+"""Order the samples of a run, and split the order into steps, ranks and micro-batches.
 
-An epoch is a random order of the samples, cut into windows; a layout makes rows of each window (packing.py). The order
-is a pure function of (seed, epoch, window). Rows therefore have a global number g over the whole run, and the position
-of a run is one number. Ranks, micro-batches and worker processes enter only after the rows of a step are fixed, so a
-run can resume with any number of them.
+An epoch is a random order of the samples, split into windows; a layout packs each window into rows (packing.py). The
+order is a pure function of (seed, epoch, window). Rows therefore have a global number g over the whole run, and the
+position of a run is one number. The rows of a step are fixed before they are assigned to ranks, micro-batches and
+worker processes, so a run can resume with any number of these.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from optrush.data.tokenize import BadRow
 from optrush.errors import ConfigError, DataError, RunError
 from optrush.launch import launched, process_stat
 
-# --- Prefetching by worker processes, in order, over a pure function of a number.
+# --- Prefetching by worker processes, in order: items are a pure function of a number.
 #
-# The result of an item does not depend on the worker that computes it, so a run may resume with any number of workers.
-# Workers are copies of the trainer, which read what is in its memory, and use no GPU and no process group.
+# An item does not depend on the worker that computes it, so a run may resume with any number of workers. Workers are
+# forks of the trainer: they read its memory, and use no GPU and no process group.
 
 Number = TypeVar("Number")
 Item = TypeVar("Item")
 
-LATE_S, REPEAT_S = 20.0, 60.0  # until a batch that does not come is reported, and between two reports
-GIVING_UP_S = 5.0  # after a signal to stop the run, for the batch that is under way
+LATE_S, REPEAT_S = 20.0, 60.0  # wait for a batch before the first report, and between two reports
+GIVING_UP_S = 5.0  # wait for the pending batch after a signal to stop the run
 _pools: weakref.WeakSet[Pool[Any, Any]] = weakref.WeakSet()
 
 
@@ -67,34 +67,34 @@ class Loading:
 
     workers: int = 0
     prefetch: int = 2  # items that each worker prepares ahead
-    pinned: bool = False  # in page-locked memory, which a GPU reads without the CPU
-    stopping: Callable[[], bool] = lambda: False  # whether the run is to end, with or without the next batch
+    pinned: bool = False  # put batches into page-locked memory, which a GPU reads without the CPU
+    stopping: Callable[[], bool] = lambda: False  # whether the run should end, with or without the next batch
 
 
 def decoding_ahead(loading: Loading, device: torch.device, ranks: int) -> Loading:
-    """Return how batches with images are prepared: beside a GPU by processes of their own, given or up to four."""
+    """Return the loading of batches with images: on a GPU by worker processes, up to four if none are configured."""
     if device.type != "cuda" or loading.workers:
         return loading
     return Loading(max(1, min(4, tokenize.cores() // (2 * ranks))), pinned=True)
 
 
 class NoBatch(Exception):
-    """The run is to end, and the next batch does not come."""
+    """The run should end, and the next batch has not arrived."""
 
 
 def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Loading) -> Iterator[Item]:
-    """Return make(n) for each number, in order. Workers start at once; `reading` around the consumer ends them.
+    """Return make(n) for each number, in order. Workers start at once; wrap the consumer in `reading` to end them.
 
     Raises:
-        UserError, RunError: as `make` does; any other exception of a worker as a RunError with its place.
-        NoBatch: `loading.stopping()` is true, and the next item has not come within GIVING_UP_S.
+        UserError, RunError: from `make`; any other exception of a worker becomes a RunError with its location.
+        NoBatch: `loading.stopping()` is true, and the next item has not arrived within GIVING_UP_S.
     """
     if not loading.workers:
         return _received(map(make, numbers), loading.pinned)  # in this process: nothing to wait for
 
     def start() -> pool.Work[Number, Item]:
-        gc.freeze()  # objects that the trainer left to collect may belong to a device that does not work here
-        torch.set_num_threads(1)  # the trainer's other threads are not in its copy
+        gc.freeze()  # the trainer's uncollected objects may belong to a device that does not work in a fork
+        torch.set_num_threads(1)  # a fork has none of the trainer's other threads
         return lambda number, _: make(number)
 
     def lost(_: Number, what: str) -> RunError:
@@ -114,12 +114,12 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
 
 @dataclass
 class _Waiting:
-    """What a trainer does while the next batch does not come: report on standard error, or give up."""
+    """The trainer's reaction while the next batch is late: report on standard error, or give up."""
 
     workers: Sequence[pool.Worker]
     stopping: Callable[[], bool]
     report_at: float = 0.0
-    since: float = math.inf  # the run is to end
+    since: float = math.inf  # time of the request to stop
 
     def __call__(self, waited: float) -> None:
         now = time.monotonic()
@@ -134,23 +134,23 @@ class _Waiting:
 
 
 def _late(seconds: float, workers: Sequence[int]) -> str:
-    """Return a line about a batch that does not come."""
+    """Return a line that reports a late batch."""
     rank, ranks = launched()
     stopped: list[str] = []
     for worker in workers:
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the worker has ended
             if process_stat(worker)[0] in "Tt":
                 stopped.append(str(worker))
-    who = f"rank {rank} has waited" if ranks > 1 else "waited"
+    subject = f"rank {rank} has waited" if ranks > 1 else "waited"
     if not stopped:
-        return f"{who} {seconds:.0f} s for the next batch; its data workers are busy, or blocked in reading"
+        return f"{subject} {seconds:.0f} s for the next batch; its data workers are busy, or blocked in reading"
     names = f"data worker{'s' * (len(stopped) > 1)} (process {', '.join(stopped)})"
     do = f"resume it: kill -CONT {' '.join(stopped)}; or stop and save the run: SIGTERM"
-    return f"{who} {seconds:.0f} s for the next batch: the {names} is stopped; {do}"
+    return f"{subject} {seconds:.0f} s for the next batch: the {names} is stopped; {do}"
 
 
 def _received(items: Iterator[Item], pinned: bool) -> Iterator[Item]:
-    """Yield the items, in page-locked memory if it is wanted: workers use no GPU."""
+    """Yield the items, in page-locked memory if `pinned`; the trainer pins, because workers use no GPU."""
     for item in items:
         yield _pinned(item, pinned)
 
@@ -173,26 +173,26 @@ def reading(batches: Iterator[Item]) -> Iterator[None]:
 
 # --- The steps of a run.
 #
-# Of tokenized data the lengths are known, so any step follows from its number, and workers make whole steps. Of
-# streamed data (`data.stream`) a window's rows are known once all of its samples are tokenized: workers tokenize chunks
-# of samples, steps come in their order, the position of a run is (window, row) in one number, and only `train.steps`
-# ends the run. Order, windows and layouts are the same, and so are the batches while no sample is cut or left out.
+# Tokenized data has known lengths: any step can be computed from its number, and workers make whole steps. Streamed
+# data (`data.stream`) has known rows once all samples of a window are tokenized: workers tokenize chunks of samples,
+# steps are made in order, the position of a run is (window, row) in one number, and only `train.steps` ends the run.
+# Order, windows and layouts are the same; so are the batches, unless a sample is cut or dropped.
 
 Row = list[tuple[int, Document]]  # (sample, one of its documents or a piece of one)
-Task = tuple[int, int, int]  # a window, and which of its samples: [first, last)
+Task = tuple[int, int, int]  # a window, and the range of its samples: [first, last)
 
 CHUNK = 64  # samples that a worker tokenizes at a time
-LIVE_WINDOW = 4096  # samples of a streamed window: the first step waits for them; rows are at most 0.3 % less full
-ROOM = 8  # the room for documents in a streamed row grows in multiples of it: few distinct shapes
-ROWS = 2**32  # more than a window ever has: a streamed position is window * ROWS + row
+LIVE_WINDOW = 4096  # samples per streamed window: the first step waits for them; rows are at most 0.3 % less full
+ROOM = 8  # the capacity for documents of a streamed row grows in multiples of this: few distinct shapes
+ROWS = 2**32  # more rows than any window has: a streamed position is window * ROWS + row
 
 
 class StreamPlan(NamedTuple):
-    """How long a run is, and how many documents its batches must have room for."""
+    """The length of a run, and the capacity for documents of its batches."""
 
     steps: int
-    rows: int  # of the run; the last step may be partly empty
-    widest: int  # most documents in one row of the run, padding counted as one; 0: unknown
+    rows: int  # of the run; the last step is filled up with empty rows
+    widest: int  # largest number of documents in a row of the run, padding counted as one; 0: unknown
 
 
 class Totals(NamedTuple):
@@ -211,22 +211,22 @@ class _Window(NamedTuple):
 
 
 def plain_cost(tokens: int, squares: int) -> float:
-    """Return a cost without a model: attention costs as much as the rest at 4096 tokens."""
+    """Return a cost that needs no model: attention costs as much as the other layers at 4096 tokens."""
     return tokens + squares / 4096
 
 
 class Stream:
-    """Samples in a fixed order, as steps of `rows` rows of at most T tokens. `stream_of` opens that of a source.
+    """Samples in a fixed order, as steps of `rows` rows of at most T tokens. `stream_of` creates a source's stream.
 
     Args:
-        source: the samples; a layout that does not cut requires samples of at most T tokens.
-        rows: rows of one step over all ranks and micro-batches.
+        source: the samples; a layout that does not cut documents requires samples of at most T tokens.
+        rows: rows per step, over all ranks and micro-batches.
         cost: FLOPs of (tokens, sum of squared document lengths); ranks get rows of similar cost.
-        shuffle: False takes every epoch in the source's own order.
-        most_bad: the largest share of bad rows of a streamed source.
+        shuffle: False: every epoch has the source's order.
+        most_bad: the largest allowed share of bad rows of a streamed source.
     """
 
-    tokenized = True  # all samples, so that any step follows from its number
+    tokenized = True  # all samples are, so any step can be computed from its number
     _kept = 2  # windows that stay in memory
 
     def __init__(
@@ -244,15 +244,15 @@ class Stream:
         assert len(source) > 0 and T > 1 and rows > 0
         self.source, self.layout, self.T, self.rows, self.seed = source, layout, T, rows, seed
         self.cost, self.shuffle, self.most_bad = cost, shuffle, most_bad
-        self.reference: np.ndarray | None = None  # (samples, 2) float32, of pairs: `Batch.extra`
-        self.stored: StoredTokens | None = None  # of a teacher: `Batch.extra`
-        self.reader: ImageReader | None = None  # of images: `Batch.images`
-        self.samples: int = sum(_samples_of(n, weight) for n, weight in source.spans)  # of an epoch
-        self._windows = -(-self.samples // layout.window)  # of an epoch
+        self.reference: np.ndarray | None = None  # (samples, 2) float32, for pairs; becomes `Batch.extra`
+        self.stored: StoredTokens | None = None  # a teacher's tokens; become `Batch.extra`
+        self.reader: ImageReader | None = None  # fills `Batch.images`
+        self.samples: int = sum(_samples_of(n, weight) for n, weight in source.spans)  # per epoch
+        self._windows = -(-self.samples // layout.window)  # per epoch
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))  # (epoch, its samples)
         self._before = [0]  # rows before each window of the run
-        self._laid: dict[int, _Window] = {}  # the windows laid out last
-        self.report: Callable[[str], None] = pool.silent  # gets a line when a stream has a new key, and after an epoch
+        self._laid: dict[int, _Window] = {}  # the most recent windows
+        self.report: Callable[[str], None] = pool.silent  # gets a line per new key of a stream, and after each epoch
         self._open()
 
     def _open(self) -> None:
@@ -261,13 +261,13 @@ class Stream:
         assert self._lengths.min() > 0 and longest <= self.T, "samples must be cut before"
 
     def plan(self, epochs: float | None = None, steps: int | None = None) -> StreamPlan:
-        """Return the length of a run of so many epochs, or steps."""
+        """Return the length of a run of `epochs`, or of `steps`."""
         if steps is None:
             assert epochs is not None
-            whole = int(epochs)
-            end = self._starts(whole * self._windows)
-            if epochs > whole:
-                end += round((epochs - whole) * (self._starts((whole + 1) * self._windows) - end))
+            full = int(epochs)
+            end = self._starts(full * self._windows)
+            if epochs > full:
+                end += round((epochs - full) * (self._starts((full + 1) * self._windows) - end))
             end = max(1, end)
         else:
             end = steps * self.rows
@@ -280,7 +280,7 @@ class Stream:
         return StreamPlan(-(-end // self.rows), end, widest)
 
     def totals(self, plan: StreamPlan, micro_rows: int) -> Totals | None:
-        """Count a whole run from lengths alone; None: they are unknown."""
+        """Return the counts of a whole run, from lengths alone; None if these are unknown."""
         learnt = self.source.targets()
         tokens, targets, slots = 0, 0, 0
         for w in itertools.count():
@@ -298,15 +298,15 @@ class Stream:
         return Totals(plan.rows / self._starts(self._windows), tokens, targets, slots)
 
     def position(self, k: int) -> int:
-        """Return where step k begins, the position of a run after k steps: the global number of its first row."""
+        """Return the position of a run after k steps: the global number of the first row of step k."""
         return k * self.rows
 
     def seek(self, k: int, position: int) -> int:
-        """Make step k begin at `position` where that does not follow from k, and return where it begins."""
+        """Set the start of step k to `position` if k does not determine it; return the start."""
         return self.position(k)
 
     def step(self, k: int, plan: StreamPlan) -> list[Row]:
-        """Return the rows of step k, from 0: exactly `rows` of them; beyond the end of the run they are empty."""
+        """Return the rows of step k, counted from 0: exactly `rows`; rows beyond the end of the run are empty."""
         first = k * self.rows
         last = max(first, min(first + self.rows, plan.rows))
         return [self._row(g)[0] for g in range(first, last)] + [[] for _ in range(last, first + self.rows)]
@@ -323,7 +323,7 @@ class Stream:
         return ahead(make, range(done, plan.steps), loading)
 
     def _row(self, g: int) -> tuple[Row, int]:
-        """Return row g of the run, and the position behind it."""
+        """Return row g of the run, and the position after it."""
         while self._before[-1] <= g:
             self._starts(len(self._before))
         w = bisect_right(self._before, g) - 1
@@ -344,7 +344,7 @@ class Stream:
         return self._before[w]
 
     def _window(self, w: int) -> _Window:
-        """Return window w laid out; the last `_kept` stay in memory."""
+        """Return window w; the last `_kept` windows stay in memory."""
         if w not in self._laid:
             epoch, j = divmod(w, self._windows)
             numbers, lengths, samples = self._members(w)
@@ -358,7 +358,7 @@ class Stream:
         return self._laid[w]
 
     def _members(self, w: int) -> tuple[np.ndarray, np.ndarray, list[Sample]]:
-        """Return the numbers of window w's samples and their lengths, (n,) int64, and those that were read."""
+        """Return numbers and lengths of window w's samples, (n,) int64 each, and the samples of a streamed source."""
         numbers = self._numbers(*divmod(w, self._windows))
         return numbers, self._lengths[numbers], []
 
@@ -370,9 +370,9 @@ class Stream:
 
 
 class LiveStream(Stream):
-    """Samples whose lengths are known once they are read: windows come one after the other, and so do steps.
+    """Samples whose lengths are known only once they are read: windows and steps are produced in order.
 
-    The position of a run is window * ROWS + row, known for the steps handed out and the next one.
+    The position of a run is window * ROWS + row, known for the steps produced so far and the next one.
     """
 
     tokenized, _kept = False, 1
@@ -381,23 +381,23 @@ class LiveStream(Stream):
     def _open(self) -> None:
         self.aside: Path | None = None  # the file that lists bad rows
         self.counts = Counts()  # of all rows read, by this process and its workers
-        self._described = 0  # rows that were reported
-        self._keys = set(self.source.counts.keys)  # that were reported
+        self._described = 0  # rows reported
+        self._keys = set(self.source.counts.keys)  # reported
         self._refused: dict[RowLocation, BadRow] = {}
         self._progress: tokenize.Progress | None = None  # of the first window
-        self._positions = {0: 0}  # where steps begin, of those handed out and the next
+        self._positions = {0: 0}  # starts of the steps produced so far, and of the next
         self._parts: Iterator[SampleChunk] | None = None  # of the windows from `_next_window` on
         self._next_step, self._next_row, self._next_window = -1, 0, 0
 
     def plan(self, epochs: float | None = None, steps: int | None = None) -> StreamPlan:
-        """Return the length of a run of so many steps; raises ConfigError without them."""
+        """Return the length of a run of `steps`; raise ConfigError if it is None."""
         if steps is None:
             do = "set train.steps, or data.stream: false"
             raise ConfigError(f"`train.epochs: {epochs:g}` with `data.stream`", "the length of a stream is unknown", do)
         return StreamPlan(steps, steps * self.rows, 0)
 
     def totals(self, plan: StreamPlan, micro_rows: int) -> None:
-        """Return None: nothing can be counted before it is read."""
+        """Return None: the tokens of a stream are unknown before they are read."""
 
     def position(self, k: int) -> int:
         return self._positions[k]
@@ -438,10 +438,10 @@ class LiveStream(Stream):
     def _begin(self, k: int, loading: Loading) -> None:
         window, row = divmod(self._positions[k], ROWS)
         chunks = -(-min(self.layout.window, self.samples) // CHUNK)
-        # The next window is read while this one is trained on.
+        # Workers read the next window while the run trains on the current one.
         prefetch = max(loading.prefetch, -(-chunks // max(1, loading.workers)))
         self._parts = ahead(self._read, self._tasks(window), replace(loading, prefetch=prefetch, pinned=False))
-        before = -row % self.rows  # as many as make the first row of step k a multiple of `rows`
+        before = -row % self.rows  # makes the number of step k's first row a multiple of `rows`
         self._before, self._laid = [-1] * window + [before], {}
         self._next_step, self._next_row, self._next_window = k, before + row, window
         self._progress = tokenize.Progress(console.say, "tokenising the first rows", self._size(window))
@@ -452,7 +452,7 @@ class LiveStream(Stream):
         return np.array([n for n, _ in samples], np.int64), np.array(lengths, np.int64), samples
 
     def _receive(self, w: int) -> list[Sample]:
-        """Return the samples of the streamed window w, the one after the last that was received."""
+        """Return the samples of the streamed window w, which must be the next one."""
         assert self._parts is not None and w == self._next_window, "windows are read in order"
         self._next_window += 1
         samples: list[Sample] = []
@@ -462,7 +462,7 @@ class LiveStream(Stream):
             samples += part.samples
             self._note(part)
             progress.done(part.rows, part.rows)
-        first = bisect_right(self._before, self._before[-1] - 1)  # windows without a row, one after the other
+        first = bisect_right(self._before, self._before[-1] - 1)  # first of the consecutive windows without a row
         if not samples and w - first >= self._windows:
             raise DataError("`data.stream`", "no row gives a sample", "look at the rows: optrush data show")
         return samples
@@ -489,7 +489,7 @@ class LiveStream(Stream):
             self._describe()
 
     def _describe(self) -> None:
-        """Report the counts of a streamed source, unless they are as they were."""
+        """Report the counts of a streamed source if they have changed."""
         if self.counts.rows > self._described:
             self._described = self.counts.rows
             self.report(describe_stream(self.counts))
@@ -504,7 +504,7 @@ class LiveStream(Stream):
         return (j + 1) * self.samples // self._windows - j * self.samples // self._windows
 
     def _read(self, task: Task) -> SampleChunk:
-        """Tokenize some samples of a window; runs in a worker."""
+        """Return the tokenized samples of a task; runs in a worker."""
         window, first, last = task
         return self.source.read(self._numbers(*divmod(window, self._windows))[first:last].tolist())
 
@@ -520,7 +520,7 @@ def stream_of(source: SampleSource, layout: RowLayout, **settings: Any) -> Strea
 def micro_batches(
     stream: Stream, rows: Sequence[Row], widest: int, *, rank: int, ranks: int, micro_rows: int
 ) -> list[Batch]:
-    """Return this rank's part of a step's rows as micro-batches; `widest`: most documents of a row, padding counted."""
+    """Return this rank's rows of a step as micro-batches; `widest`: most documents in a row, padding counted as one."""
     assert len(rows) % (micro_rows * ranks) == 0 and 0 <= rank < ranks
     tokens = [sum(len(d) for _, d in row) for row in rows]
     isolated, parts = stream.layout.isolated, stream.source.parts
@@ -544,15 +544,15 @@ def micro_batches(
 
 
 def epoch_order(spans: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """Return the samples of an epoch in order, (n,) int64, from (seed, epoch) alone.
+    """Return the samples of an epoch in order, (n,) int64; depends on (seed, epoch) alone.
 
-    Weight 2 of an origin reads each of its samples twice an epoch, 0.5 half of them, the other half in the next one.
+    An origin of weight 2 has each sample twice per epoch; weight 0.5 takes half of them, the other half next epoch.
     """
     parts, base = [], 0
     for n, weight in spans:
-        whole, some = int(weight), _samples_of(n, weight) - int(weight) * n
-        turn = permutation(n, seed, 0)[(epoch * some + np.arange(some)) % n] if some else np.zeros(0, np.int64)
-        parts += [base + np.tile(np.arange(n), whole), base + np.sort(turn)]
+        repeats, extra = int(weight), _samples_of(n, weight) - int(weight) * n
+        turn = permutation(n, seed, 0)[(epoch * extra + np.arange(extra)) % n] if extra else np.zeros(0, np.int64)
+        parts += [base + np.tile(np.arange(n), repeats), base + np.sort(turn)]
         base += n
     samples = np.concatenate(parts)
     return samples[permutation(len(samples), seed, epoch)] if shuffle else samples
@@ -563,12 +563,12 @@ def _samples_of(n: int, weight: float) -> int:
 
 
 def _cut(documents: Sequence[Document], first: int, fresh: int, last: int) -> Sequence[Document]:
-    """Return the tokens [first, last) of a sample; those before `fresh` are context and not learnt."""
+    """Return the tokens [first, last) of a sample; tokens before `fresh` are context, not targets."""
     if fresh == 0 and last == sum(map(len, documents)):
         return documents
     (document,) = documents  # a pair is never cut
     targets = document.targets[first:last].copy()
-    targets[: max(1, fresh - first)] = False  # nothing predicts a row's first token
+    targets[: max(1, fresh - first)] = False  # a row's first token has no context
     weights = None if document.weights is None else document.weights[first:last]
     assert not document.images, "a layout that cuts documents has none with images"
     return [Document(document.ids[first:last], targets, weights=weights)]
@@ -576,21 +576,21 @@ def _cut(documents: Sequence[Document], first: int, fresh: int, last: int) -> Se
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Every sample once, in rows; iterate for this rank's batches (the same number on every rank)."""
+    """All samples once, in rows; iterate for this rank's batches (the same number on every rank)."""
 
     documents: int
-    rows: int  # rows that hold at least one document
-    batches: int  # of each rank
+    rows: int  # rows with at least one document
+    batches: int  # per rank
     source: SampleSource
     _single: bool
     _placed: Sequence[Sequence[int]]
     _T: int
     _share: tuple[int, int, int]  # rank, ranks, micro_rows
     _most: int
-    reference: np.ndarray | None = None  # (samples, 2) float32, of pairs: `Batch.extra`
-    stored: StoredTokens | None = None  # of a teacher: `Batch.extra`
-    reader: ImageReader | None = None  # of images: `Batch.images`
-    figures: Mapping[str, float] | None = None  # in place of the objective's other metrics, once it was iterated over
+    reference: np.ndarray | None = None  # (samples, 2) float32, for pairs; becomes `Batch.extra`
+    stored: StoredTokens | None = None  # a teacher's tokens; become `Batch.extra`
+    reader: ImageReader | None = None  # fills `Batch.images`
+    figures: Mapping[str, float] | None = None  # replaces the objective's other metrics, after an iteration
 
     def __iter__(self) -> Iterator[Batch]:
         rank, ranks, micro_rows = self._share
@@ -604,7 +604,7 @@ class Evaluation:
 
 
 def evaluation(source: SampleSource, *, T: int, micro_rows: int, rank: int, ranks: int, packed: bool) -> Evaluation:
-    """Lay out all samples as rows, packed or one a row; empty rows fill up so that every rank has as many batches."""
+    """Return all samples in rows, packed or one per row; empty rows make the number of batches equal on all ranks."""
     assert len(source) > 0 and 0 <= rank < ranks and micro_rows > 0
     lengths = source.lengths()
     assert lengths.max() <= T, "samples must be cut before"

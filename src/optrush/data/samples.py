@@ -1,8 +1,8 @@
-"""Have samples by number: views on the shards of tokenized files, and documents of random tokens.
+"""Access samples by number: views on the shards of tokenized files, and documents of random tokens.
 
-A sample is a document or a piece of one, or the two documents of a pair. It takes 32 bytes of memory: where its tokens
-begin, how many they are, how many are learnt, and its row. The tokens stay whole in the shards, which are mapped files
-or in memory, and are cut to T when they are read.
+A sample is a document, a piece of one, or the two documents of a pair. It takes 32 bytes of memory: the start of its
+tokens, their number, the number of targets, and its row. The documents stay uncut in the shards (memory-mapped files or
+arrays) and are cut to T when they are read.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Sample = tuple[int, tuple[Document, ...]]  # its number, its documents
 
 
 class SampleChunk(NamedTuple):
-    """The samples of some numbers, in their order; a streamed row has one, several or none."""
+    """The samples of some numbers, in order; a streamed row has one, several or none."""
 
     samples: list[Sample]
-    rows: int  # that were read
+    rows: int  # rows read
     refused: Sequence[BadRow] = ()
-    counts: Counts | None = None  # of a streamed source: of these rows
+    counts: Counts | None = None  # of these rows, for a streamed source
 
 
 class SampleSource(Protocol):
-    """Samples by number; each is a document, or the two of a pair, of at most T tokens where they were cut."""
+    """Samples by number: each is one document or a pair of two; if the source cuts, of at most T tokens."""
 
     @property
     def tokenized(self) -> bool:
@@ -55,22 +55,22 @@ class SampleSource(Protocol):
 
     @property
     def parts(self) -> int:
-        """Documents of a sample: 1, of pairs 2."""
+        """Documents per sample: 1, or 2 for pairs."""
 
     @property
     def fingerprint(self) -> str: ...
 
     @property
     def spans(self) -> tuple[tuple[int, float], ...]:
-        """(samples, weight) of each origin, one after the other."""
+        """(samples, weight) of each origin, in order."""
 
     def __len__(self) -> int: ...
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each sample, its documents together, (N,) int64."""
+        """Return the number of tokens of each sample, over its documents, (N,) int64."""
 
     def targets(self) -> np.ndarray:
-        """Return how many of them are learnt, (N,) int64."""
+        """Return the number of targets of each sample, (N,) int64."""
 
     def documents(self, i: int) -> tuple[Document, ...]: ...
 
@@ -79,40 +79,40 @@ class SampleSource(Protocol):
 
 
 class LiveSource(SampleSource, Protocol):
-    """Samples that are known once they are read."""
+    """Samples whose lengths are known only once they are read."""
 
-    most_truncated: float  # the largest share of rows without their end
+    most_truncated: float  # the largest allowed share of truncated rows
     counts: Counts  # of the first rows
 
 
 @dataclass
 class Counts:
-    """What reading did. Nothing leaves the data without being counted here."""
+    """Counts of the rows read. Every row or token that is dropped is counted here."""
 
-    rows: int = 0  # rows read; without those that cleaning removed
-    refused: int = 0  # bad rows that were set aside
+    rows: int = 0  # rows read, except those that cleaning removed
+    refused: int = 0  # bad rows set aside
     cleaned: int = 0  # rows that cleaning removed
-    marked: int = 0  # plain texts that contain special tokens as text, of all rows that were tokenized
-    too_long: int = 0  # rows longer than T, whatever was done with them
+    marked: int = 0  # plain texts that contain special tokens as text, among all rows tokenized
+    too_long: int = 0  # rows longer than T, however they were treated
     truncated: int = 0  # rows that lost their end
-    dropped: int = 0  # documents, or pieces of one, that were left out
-    targets_lost: int = 0  # target tokens of the rows that are not in the dataset
+    dropped: int = 0  # documents, or pieces of one, dropped
+    targets_lost: int = 0  # target tokens that are not in the dataset
     documents: int = 0
     images: int = 0
     tokens: int = 0
     targets: int = 0
-    known: int = 0  # documents of the held-out part that are trained on, too
-    keys: Counter[str] = field(default_factory=Counter)  # rows with each key that `parse_row` noted
+    known: int = 0  # held-out documents that are also in the training part
+    keys: Counter[str] = field(default_factory=Counter)  # number of rows with each key that `parse_row` noted
 
     def add(self, other: Counts) -> None:
         """Add the counts of other rows."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+        for count in fields(self):
+            setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
 
 
 @dataclass
 class TokenShards:
-    """The shards of some data, one after another; a row's number counts through all of them."""
+    """The shards of some data, in order; a row's number counts through all of them."""
 
     files: Sequence[Path]
     made: list[Path | Shard] = field(default_factory=list)
@@ -123,11 +123,11 @@ class TokenShards:
     marked: int = 0
     keys: Counter[str] = field(default_factory=Counter)  # as in Counts
     refused: list[tuple[int, BadRow]] = field(default_factory=list)
-    total: int = 0  # rows of the data: all in the shards, or the first so many
+    total: int = 0  # rows of the data: all rows in the shards, or a limited number of them
     _open: dict[int, Shard] = field(default_factory=dict)
 
     def add(self, made: Path | Shard, most: int | None) -> tuple[Shard, list[tuple[int, BadRow]]]:
-        """Append the next shard, of which the data ends with row `most`; return it and its refused rows by number."""
+        """Append the next shard; return it and its refused rows by number. The data has at most `most` rows."""
         shard = tokenize.mapped(made) if isinstance(made, Path) else made
         before = self.rows_before[-1]
         if len(shard):
@@ -146,7 +146,7 @@ class TokenShards:
         return shard, refused
 
     def shard(self, k: int) -> Shard:
-        """Return shard k; of mapped ones the last few stay open."""
+        """Return shard k; at most OPEN mapped ones stay open."""
         made = self.made[k]
         if isinstance(made, Shard):
             return made
@@ -161,29 +161,29 @@ class TokenShards:
         return [m.stem.rsplit("-", 1)[1] if isinstance(m, Path) else tokenize.shard_digest(m) for m in self.made]
 
     def starts(self) -> np.ndarray:
-        """Return where the samples begin before they are cut, counted through all shards, (samples,) int64."""
+        """Return the first token of each uncut sample, counted through all shards, (samples,) int64."""
         shards = map(self.shard, range(len(self.made)))
         return np.concatenate([s.starts[: -1 : s.parts] + n for s, n in zip(shards, self.tokens_before)])
 
     def rows_with_samples(self) -> list[int]:
-        """Return the numbers of the rows that have samples, rising."""
+        """Return the numbers of the rows that have samples, ascending."""
         numbers = [self.shard(k).numbers + n for k, n in zip(range(len(self.made)), self.rows_before)]
         return list(map(int, np.unique(np.concatenate([np.zeros(0, np.int64), *numbers]))))
 
     def training(
         self, held: np.ndarray, named: str, T: int | None, how: str, origins: Sequence[tuple[int, float]]
     ) -> Dataset:
-        """Return the samples of all rows but those of a mask (rows,) bool."""
+        """Return the samples of all rows except those in the mask `held`, (rows,) bool."""
         train = view(self, T=T, how=how, keep=~held, named=f"but {named}", origins=origins)
         train.counts.cleaned, train.counts.marked, train.counts.keys = self.cleaned, self.marked, self.keys
         return train
 
     def held_out(self, held: np.ndarray, named: str, T: int, how: str) -> Dataset:
-        """Return the samples of the rows of a mask (rows,) bool."""
+        """Return the samples of the rows in the mask `held`, (rows,) bool."""
         return view(self, T=T, how=how, keep=held, named=named)
 
     def where(self, row: int) -> RowLocation:
-        """Return the place of a row that has a sample."""
+        """Return the location of a row that has a sample."""
         k = bisect_right(self.rows_before, row) - 1
         shard = self.shard(k)
         at = int(np.searchsorted(shard.numbers, row - self.rows_before[k]))
@@ -192,18 +192,18 @@ class TokenShards:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The samples of a view on shards; sample i comes from the row of number `row[i]`."""
+    """The samples of a view on shards; sample i comes from row number `row[i]`."""
 
     shelf: TokenShards
-    at: np.ndarray  # (N,) int64: of the first token, counted through all shards
+    at: np.ndarray  # (N,) int64: the first token, counted through all shards
     length: np.ndarray  # (N,) int64
     learnt: np.ndarray  # (N,) int64
     row: np.ndarray  # (N,) int64
     first: np.ndarray | None  # (N,) int64: tokens of a pair's first document
     counts: Counts
-    identity: tuple[object, ...]  # what, besides the shards, determines the samples
+    identity: tuple[object, ...]  # the settings that determine the samples, besides the shards
     spans: tuple[tuple[int, float], ...]
-    weighted: bool  # in some shard: every document has weights then, for all batches to have equal tensors
+    weighted: bool  # some shard has weights: then every document gets some, so that all batches have the same tensors
     tokenized = True
 
     @property
@@ -212,11 +212,11 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over all that determines the samples."""
+        """SHA-256 over the shards and the settings that determine the samples."""
         return hashlib.sha256(json.dumps([*self.shelf.names(), *self.identity]).encode()).hexdigest()
 
     def describe(self) -> str:
-        """Return the counts in a line."""
+        """Return the counts as a line of text."""
         return describe_counts(self.counts)
 
     def __len__(self) -> int:
@@ -242,11 +242,11 @@ class Dataset:
         return SampleChunk([(n, self.documents(n)) for n in numbers], len(numbers))
 
     def where(self, i: int) -> RowLocation:
-        """Return the place of the row that sample i comes from."""
+        """Return the location of sample i's row."""
         return self.shelf.where(int(self.row[i]))
 
     def digests(self) -> np.ndarray:
-        """Return a digest of the tokens of each row's samples before they were cut, (rows,) int64."""
+        """Return a digest of the tokens of each uncut sample, (uncut samples,) int64."""
         shards = map(self.shelf.shard, range(len(self.shelf.made)))
         parts = [(shard.numbers + before, shard.digests) for shard, before in zip(shards, self.shelf.rows_before)]
         rows, digests = (np.concatenate([np.zeros(0, np.int64), *column]) for column in zip(*parts, strict=True))
@@ -263,23 +263,23 @@ def view(
     origins: Sequence[tuple[int, float]] = (),
     some: bool = True,
 ) -> Dataset:
-    """Return the samples of some rows, of at most T tokens each; None leaves them as they are.
+    """Return the samples of the rows in `keep`, of at most T tokens each; T None: uncut.
 
     Args:
-        how: what is done with longer ones: `error` raises, `split` cuts, `drop` leaves out, `truncate` keeps the start.
+        how: treatment of longer samples: `error` raises, `split` cuts, `drop` drops, `truncate` keeps the start.
         keep: (rows,) bool; None: all.
-        named: which rows those are, for the fingerprint.
-        origins: (files, weight) of each, one after the other; none: all files are one.
-        some: there must be one.
+        named: the name of these rows, for the fingerprint.
+        origins: (files, weight) of each origin, in order; empty: all files are one origin.
+        some: raise an error if no sample is left.
 
-    Raises DataError: a row is too long, or nothing is left.
+    Raises DataError: a row is too long, or no sample is left.
     """
     assert how in TOO_LONG and (T is None or T > 1), (how, T)
     weights = [weight for _, weight in origins] or [1.0]
     origin_of = np.repeat(np.arange(len(weights)), [n for n, _ in origins] or [len(shelf.files)])
     counts = Counts(rows=shelf.total if keep is None else int(keep.sum()))
     counts.refused = sum(keep is None or bool(keep[number]) for number, _ in shelf.refused)
-    columns = 5 if shelf.parts > 1 else 4  # where, tokens, targets, row, tokens of a pair's first document
+    columns = 5 if shelf.parts > 1 else 4  # start, tokens, targets, row, tokens of a pair's first document
     parts, sizes = [np.zeros((columns, 0), np.int64)], np.zeros(len(weights), np.int64)
     weighted = seen = False
     for k in range(len(shelf.made)):
@@ -300,8 +300,8 @@ def view(
     if some and not len(at):
         asked = f"training data from {', '.join(map(str, shelf.files[:3]))}"
         found = f"nothing is left of {counts.rows} rows: {counts.too_long} were longer than {T} tokens"
-        whole = shelf.parts > 1 or how == "split"
-        more = ", or lower data.max_pixels" if seen else "" if whole else ", or choose data.too_long: split"
+        fixed = shelf.parts > 1 or how == "split"
+        more = ", or lower data.max_pixels" if seen else "" if fixed else ", or choose data.too_long: split"
         raise DataError(asked, found, f"raise batch.seq{more}")
     spans = tuple((int(n), weight) for n, weight in zip(sizes, weights, strict=True) if n)
     few, weighed = shelf.total < shelf.rows_before[-1], any(weight != 1 for weight in weights)
@@ -312,22 +312,22 @@ def view(
 def _pieces(
     shard: Shard, chosen: np.ndarray, T: int | None, how: str, files: Sequence[Path], counts: Counts
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return ((N,) the sample of each piece, (4, N) int64: where it begins, its tokens, targets, first part)."""
+    """Return ((N,) the sample of each piece, (4, N) int64: start, tokens, targets, tokens of the first document)."""
     starts, parts = shard.starts, shard.parts
     first = starts[1::parts] - starts[:-1:parts]
-    whole = np.vstack([starts[:-1:parts], shard.lengths(), shard.learnt, first])[:, chosen].astype(np.int64)
-    if T is None or not (whole[1] > T).any():
-        return chosen, whole
-    long = np.flatnonzero(whole[1] > T)
+    documents = np.vstack([starts[:-1:parts], shard.lengths(), shard.learnt, first])[:, chosen].astype(np.int64)
+    if T is None or not (documents[1] > T).any():
+        return chosen, documents
+    long = np.flatnonzero(documents[1] > T)
     if how == "error" or (parts > 1 and how != "drop"):
         i = chosen[long[0]]
         where = RowLocation(files[shard.files[i]], int(shard.lines[i]))
-        raise overlong(where, int(whole[1, long[0]]), T, pair=parts > 1, images=len(shard.images) > 0)
-    cut = [_cuts(shard.document(at, at + n), T, how, counts) for at, n in whole[:2, long].T.tolist()]
+        raise overlong(where, int(documents[1, long[0]]), T, pair=parts > 1, images=len(shard.images) > 0)
+    cut = [_cuts(shard.document(at, at + n), T, how, counts) for at, n in documents[:2, long].T.tolist()]
     times = np.ones(len(chosen), np.int64)
     times[long] = [piece.shape[1] for piece in cut]
     sample = np.repeat(np.arange(len(chosen)), times)
-    pieces, of_long = whole[:, sample], whole[1, sample] > T
+    pieces, of_long = documents[:, sample], documents[1, sample] > T
     fresh = np.concatenate(cut, axis=1)
     pieces[0, of_long] += fresh[0]
     pieces[1:3, of_long] = fresh[1:]
@@ -335,37 +335,37 @@ def _pieces(
 
 
 def _cuts(document: Document, T: int, how: str, counts: Counts) -> np.ndarray:
-    """Return beginning, tokens and targets of the pieces of a document longer than T, (3, P) int64; adds to `counts`.
+    """Return start, tokens and targets of the pieces of a document longer than T, (3, P) int64; adds to `counts`.
 
-    A piece begins without its context, so its first token is no target; a piece without targets is left out. No image
-    is cut: a start ends before one.
+    A piece has no context before it, so its first token is not a target; pieces without targets are dropped. Images
+    stay uncut: a truncated document ends before the first image that does not fit.
     """
     counts.too_long += 1
     assert how != "split" or not document.images
     most = min([T, *(image.at for image in document.images if image.at + image.tokens > T)])
     targets = document.targets
-    all_targets, targets = int(targets.sum()), targets[: {"split": None, "truncate": most, "drop": 0}[how]]
+    before, targets = int(targets.sum()), targets[: {"split": None, "truncate": most, "drop": 0}[how]]
     begin = np.arange(0, len(targets), T)
     learnt = np.add.reduceat(targets, begin, dtype=np.int64) - targets[begin] if len(begin) else begin
     keep = learnt > 0
     counts.dropped += int((~keep).sum()) if how != "drop" else 1
     counts.truncated += how == "truncate" and bool(keep.any())
-    counts.targets_lost += all_targets - int(learnt.sum())
+    counts.targets_lost += before - int(learnt.sum())
     return np.vstack([begin, np.minimum(T, len(targets) - begin), learnt])[:, keep]
 
 
 @dataclass(frozen=True)
 class Mismatched(Dataset):
-    """Samples of two documents: the sample's own, and its prompt followed by the answer of another sample.
+    """Samples of two documents: the sample itself, and its prompt followed by another sample's answer.
 
-    KTO estimates from the second how far the model has gone from its reference. What precedes the first target is the
-    prompt. The other sample is half the data away, so that answers to one prompt, which are neighbors, do not meet.
+    From the second, KTO estimates the divergence of the model from its reference. The prompt is all tokens before the
+    first target. The other sample is half the dataset away, because answers to the same prompt are usually neighbors.
     """
 
-    whole: Dataset  # without those that were too long left out
+    whole: Dataset  # all samples, including those that are too long with their mismatched document
     own: np.ndarray  # (N,) int64: numbers in `whole`
-    other: np.ndarray  # (N,) int64: those whose answers are taken
-    prompts: np.ndarray  # (all,) int64: tokens before the first target, of each of `whole`
+    other: np.ndarray  # (N,) int64: numbers of the samples that give the other answer
+    prompts: np.ndarray  # (len(whole),) int64: tokens before the first target of each sample of `whole`
 
     @property
     def parts(self) -> int:
@@ -382,29 +382,29 @@ class Mismatched(Dataset):
         return np.asarray(self.whole.learnt[self.own] + self.whole.learnt[self.other])
 
     def documents(self, i: int) -> tuple[Document, ...]:
-        own, other = int(self.own[i]), int(self.other[i])
-        (document,), (stranger,) = self.whole.documents(own), self.whole.documents(other)
-        n, m = int(self.prompts[own]), int(self.prompts[other])
-        ids = np.concatenate([document.ids[:n], stranger.ids[m:]])
-        targets = np.concatenate([document.targets[:n], stranger.targets[m:]])
+        number, other = int(self.own[i]), int(self.other[i])
+        (document,), (mismatch,) = self.whole.documents(number), self.whole.documents(other)
+        n, m = int(self.prompts[number]), int(self.prompts[other])
+        ids = np.concatenate([document.ids[:n], mismatch.ids[m:]])
+        targets = np.concatenate([document.targets[:n], mismatch.targets[m:]])
         return document, Document(ids, targets, document.desirable)
 
 
 def mismatched(samples: Dataset, T: int, how: str) -> Mismatched:
-    """Return judged answers with their mismatched documents, both in a row of at most T tokens.
+    """Return labelled answers with their mismatched documents, both in a row of at most T tokens.
 
     Args:
-        how: what is done with longer ones: `error` raises, `drop` leaves them out, counted as too long.
+        how: treatment of longer rows: `error` raises, `drop` drops them, counted as too long.
 
-    Raises DataError: one is too long, or nothing is left.
+    Raises DataError: a row is too long, or no row is left.
     """
     n = len(samples)
-    prompts, own = _prompts(samples), np.arange(n)
-    other = (own + n // 2) % n
-    long = both_lengths(samples, prompts, own, other) > T
+    prompts, numbers = _prompts(samples), np.arange(n)
+    other = (numbers + n // 2) % n
+    long = both_lengths(samples, prompts, numbers, other) > T
     if long.any() and how == "error":
         i = int(np.flatnonzero(long)[0])
-        raise overlong(samples.where(i), int(both_lengths(samples, prompts, own, other)[i]), T, pair=True)
+        raise overlong(samples.where(i), int(both_lengths(samples, prompts, numbers, other)[i]), T, pair=True)
     if long.all():
         asked, found = "answers and mismatched answers in a row", f"all {n} are longer than {T} tokens"
         raise DataError(asked, found, "raise batch.seq")
@@ -423,18 +423,18 @@ def mismatched(samples: Dataset, T: int, how: str) -> Mismatched:
 
 
 def both_lengths(samples: Dataset, prompts: np.ndarray, own: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the tokens of samples together with their mismatched documents."""
+    """Return the tokens of each sample and its mismatched document together."""
     length = samples.length
     return np.asarray(length[own] + prompts[own] + length[other] - prompts[other])
 
 
 def _prompts(samples: Dataset) -> np.ndarray:
-    """Return the tokens before the first target of each sample."""
+    """Return the number of tokens before the first target of each sample."""
     return np.array([int(samples.documents(i)[0].targets.argmax()) for i in range(len(samples))], np.int64)
 
 
 def overlong(where: RowLocation, n: int, T: int, *, pair: bool, images: bool = False) -> DataError:
-    """Return the error of a row that is longer than T and must not be."""
+    """Return the error for a row that is longer than T."""
     what, ways = ("pairs", "drop") if pair else ("documents", "split, drop or truncate")
     ways = "drop or truncate, or lower data.max_pixels" if images else ways
     do = f"raise batch.seq, or set data.too_long: {ways}"
@@ -442,21 +442,21 @@ def overlong(where: RowLocation, n: int, T: int, *, pair: bool, images: bool = F
 
 
 def truncated_rows(truncated: int, rows: int, most: float, one: str = "") -> DataError:
-    """Return the error of more rows that lost their end than the share `most`; `one` shows one of them."""
+    """Return the error for a larger share of truncated rows than `most`; `one` shows one of them."""
     asked = f"at most {most:.1%} of the rows without their end (data.most_truncated)"
     found = f"{truncated} of {rows} rows ({truncated / rows:.1%}) are longer than batch.seq and truncated{one}"
     return DataError(asked, found, "raise batch.seq, or set data.too_long: drop or split")
 
 
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return an order of n things from (seed, epoch) alone, the same on any machine and with any version of numpy."""
+    """Return a permutation of n from (seed, epoch) alone, the same on every machine and with every version of numpy."""
     raw = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n)
     return np.argsort(raw, kind="stable")
 
 
 @dataclass(frozen=True)
 class Random:
-    """n documents of exactly T random tokens, made when they are read, each from (seed, its number) alone."""
+    """n documents of exactly T random tokens, generated when read, each from (seed, its number) alone."""
 
     n: int
     T: int
@@ -476,7 +476,7 @@ class Random:
 
     def documents(self, i: int) -> tuple[Document, ...]:
         assert 0 <= i < self.n
-        # Raw words: numpy keeps those the same between its versions, but not what `integers` makes of them.
+        # Raw words: numpy guarantees the same ones in all versions, which it does not for `integers`.
         raw = np.random.PCG64(np.random.SeedSequence([self.seed, i])).random_raw(self.T)
         ids = ((raw >> np.uint64(32)) * np.uint64(self.vocab)) >> np.uint64(32)
         targets = np.ones(self.T, bool)
@@ -495,12 +495,12 @@ class Random:
         return hashlib.sha256(repr((self.n, self.T, self.vocab, self.seed)).encode()).hexdigest()
 
 
-# --- Rows to shards in memory, and the checks of all shards.
+# --- Rows to shards in memory, and checks of all shards.
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Tokenizes rows, and checks each shard as it is made: an error stops the run at once."""
+    """Tokenize rows and check each shard as it is made: an error stops the run at once."""
 
     config: Config
     tokens: Tokens
@@ -509,14 +509,14 @@ class Maker:
     def shards(
         self, entries: Iterable[Parsed], files: Sequence[Path], T: int | None, most: int | None = None
     ) -> TokenShards:
-        """Return rows of the files, at most so many, as shards in memory."""
+        """Return at most `most` rows of the files as shards in memory."""
         shelf = TokenShards(files)
         for shard in tokenize.shards(entries, self.tokens, learnt(self.config), most):
             self.add(shelf, shard, T, most)
         return shelf
 
     def add(self, shelf: TokenShards, made: Path | Shard, T: int | None, most: int | None = None) -> None:
-        """Append the next shard, of which the data ends with row `most`; raise the first error of its rows."""
+        """Append the next shard and raise the first error of its rows. The data has at most `most` rows."""
         d = self.config.data
         shard, refused = shelf.add(made, most)
         if shard.highest >= self.vocab:
@@ -539,7 +539,7 @@ class Maker:
             tokenize.check_bad_share([row for _, row in shelf.refused], shelf.total, d.most_bad)
 
     def suits(self, parts: int, where: RowLocation) -> None:
-        """Raise DataError for a row of so many documents if the objective cannot learn from it."""
+        """Raise DataError if the objective cannot learn from a row of `parts` documents."""
         asked, pairs = f"`objective: {self.config.objective}`", self.config.objective in PAIRED
         if parts > 1 and not pairs:
             do = "use rows of messages, of prompt and completion, or of text; or set objective: dpo"
@@ -549,11 +549,11 @@ class Maker:
             raise DataError(asked, found, 'use rows {"prompt": ..., "chosen": ..., "rejected": ...}')
 
 
-# --- What was read, in words.
+# --- Summaries in words.
 
 
 def describe_keys(keys: Mapping[str, int], rows: str) -> str:
-    """Return the keys that are not read, and those that `data.columns` names, with how many rows have each."""
+    """Return text about the unread keys, and the keys in `data.columns`, with the number of rows that have each."""
     named = {key: n for key, n in keys.items() if " -> " in key and key != tokenize.LOSSY}
     unread = {key: n for key, n in keys.items() if " -> " not in key}
     text = f"; unread keys in {rows}: {listed(unread, unread)}" if unread else ""
@@ -563,14 +563,14 @@ def describe_keys(keys: Mapping[str, int], rows: str) -> str:
 
 
 def listed(keys: Iterable[str], counts: Mapping[str, int] | None = None) -> str:
-    """Return the keys, those that most rows have first."""
+    """Return the keys as text, the most frequent first."""
     ordered = sorted(keys, key=lambda key: (-(counts or {}).get(key, 0), key))
     shown = [quoted(key) + (f" ({counts[key]})" if counts else "") for key in ordered[:NAMED_KEYS]]
     return ", ".join(shown) + (f" and {len(ordered) - NAMED_KEYS} more" if len(ordered) > NAMED_KEYS else "")
 
 
 def describe_stream(c: Counts) -> str:
-    """Return the counts of streamed rows in a line."""
+    """Return the counts of streamed rows as a line of text."""
     losses = ", ".join(f"{n} {what}" for n, what in _losses(c) if n) or "nothing lost"
     return f"{c.rows} rows read: {losses}{describe_keys(c.keys, 'them')}"
 
@@ -584,7 +584,7 @@ def _losses(c: Counts) -> tuple[tuple[int, str], ...]:
 
 
 def describe_counts(c: Counts) -> str:
-    """Return the counts of a dataset in a line, with all that was left out or cut."""
+    """Return the counts of a dataset as a line of text, with everything dropped or cut."""
     losses = ", ".join(f"{n} {what}" for n, what in _losses(c) if n)
     text = f"{c.documents} documents, {c.tokens} tokens, {c.targets} targets"
     text += f", {c.images} images" if c.images else ""

@@ -1,7 +1,7 @@
-"""Parse rows: the shapes of training data that are recognized by their keys; everything else is refused.
+"""Parse rows of training data: each known format is recognized by its keys; all other rows are rejected.
 
-A row that is half understood trains the model on data that its author did not write. Here a row is exactly one of the
-known kinds, and a key that would change its meaning and is not understood is an error with the row's place.
+A row that is only partly understood trains the model on data that its author did not write. Here a row has exactly one
+known format, and an unsupported key that would change its meaning is an error with the row's location.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from optrush.data.strict_json import decode_json, kind_of, quoted, remedy
 from optrush.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Other names of roles: ShareGPT's, and those of single model families.
+# Other names of roles, from ShareGPT and from single model families.
 ROLE_NAMES = {
     **{role: role for role in ROLES}, "human": "user", "gpt": "assistant", "model": "assistant",
     "function": "tool", "observation": "tool", "ipython": "tool", "function_call": "assistant",
 }  # fmt: skip
-MAY_BE_EMPTY = ("system", "developer", "tool")  # an empty prompt or result has a meaning; another empty turn has none
+MAY_BE_EMPTY = ("system", "developer", "tool")  # an empty system prompt or tool result is valid; other turns need text
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # Keys that change the model's input or its targets; dropping them would change the row.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 TURN_NOT_UNDERSTOOD = (*MEDIA, "function_call", "refusal", "prefix", "train_detail")
 ROW_NOT_UNDERSTOOD = (*MEDIA, "history", "functions", "function_call", "chat_template_kwargs")
-# They determine a row's kind; `chosen` and `rejected` are one kind. With each, the keys of a row of that kind.
+# The keys that determine a row's kind (`chosen` and `rejected` are one kind), and the keys that are read for each kind.
 SIGNS = ("text", "messages", "conversations", "instruction", "completion", "chosen", "rejected")
 READ = {
     "text": frozenset({"text"}), "messages": frozenset({"messages", "system", "tools"}),
@@ -49,14 +49,14 @@ MEANT = frozenset({*SIGNS, *ROW_NOT_UNDERSTOOD, "input", "output", "prompt", "sy
 
 IGNORE = "ignore"  # in `data.columns`: a key that is not read
 
-# --- Keys of other tools. One that such a tool reads, and that changes what is learnt, is obeyed or refused; any other
-# key that is not read is counted, and the run names it.
+# --- Keys of other tools. A key that changes the loss in such a tool is applied or rejected; any other unread key is
+# counted, and the run lists it.
 
-# How much a turn is learnt: 0 or false, 1 or true.
+# Weight of a turn in the loss: 0 or false, 1 or true.
 LEARNT = ("weight", "train", "loss", "loss_weight", "loss_mask", "loss_scale", "training", "trainable")
-WEIGHTS = ("weight", "loss_weight", "loss_scale")  # of them, those that may be any number
+WEIGHTS = ("weight", "loss_weight", "loss_scale")  # these may be any number
 LIGHTEST, HEAVIEST = 0.001, 1_000_000
-# Words of a key that may tell a tool what to learn: `turn_mask`, `ignore_loss`.
+# Words in keys that may control the loss: `turn_mask`, `ignore_loss`.
 CONTROL = re.compile(
     r"(?:^|_)(?:loss|masks?|masked|weights?|train|training|trainable|learn|learnt|learned|learnable|supervised?|ignored?"
     r"|excluded?|skip)(?:_|$)"
@@ -66,7 +66,7 @@ THOUGHTS = (
     "chain_of_thought", "complex_cot", "rationale", "analysis",
 )  # fmt: skip
 JUDGEMENT = frozenset({"label", "kto_tag", "kto_label", "desirable", "is_desirable", "is_good", "thumbs_up"})
-# What precedes an answer: the key that each would be in a row with an instruction, and in others.
+# Keys of the text before an answer, each with its name here; `_column` adapts that to the row's kind.
 BEFORE = {
     **dict.fromkeys((
         "system", "developer", "system_prompt", "system_message", "system_msg", "sys_prompt", "preamble", "persona",
@@ -77,7 +77,7 @@ BEFORE = {
         "conversation_history",
     ), "input"),
 }  # fmt: skip
-# All keys of a row that would change what is learnt, and what each says: dropping one is never silent.
+# All keys of a row that would change the loss or the text, with their meaning: such a key is never dropped silently.
 FOREIGN = {
     **dict.fromkeys((
         *LEARNT, "weights", "sample_weight", "example_weight", "token_weights", "mask", "masks", "train_mask", "labels",
@@ -97,16 +97,16 @@ ANSWERING = ("output", "answer", "response", "completion", "reply", "solution", 
 
 @dataclass(frozen=True)
 class RowRules:
-    """How a run reads rows: its objective, and its names for keys (`data.columns`) and roles (`data.roles`)."""
+    """Settings for reading rows: the objective, and names for keys (`data.columns`) and roles (`data.roles`)."""
 
     objective: str = ""
-    columns: tuple[tuple[str, str], ...] = ()  # (a key, or `messages[].key` of turns; what it is, or `ignore`)
+    columns: tuple[tuple[str, str], ...] = ()  # (a key, or `messages[].key` of turns; its name here, or `ignore`)
     roles: tuple[tuple[str, str], ...] = ()
-    compares: str = ""  # of sampled answers: the reward that needs the row's own answer
+    compares: str = ""  # for GRPO: the reward that needs the row's own answer
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Return what the meaning of a row follows from."""
+        """Return the settings that determine a row's meaning."""
         return self.objective, self.columns, self.roles, *([self.compares] if self.objective == "grpo" else ())
 
     @cached_property
@@ -129,7 +129,7 @@ NO_RULES = RowRules()
 
 
 def row_rules(config: Config) -> RowRules:
-    """Return how a run reads rows."""
+    """Return the settings for reading a run's rows."""
     data, rewards = config.data, (config.grpo or Grpo()).rewards if config.objective == "grpo" else ()
     compares = next((rule.use for rule in rewards if rule.compares), "")
     return RowRules(config.objective, tuple(data.columns.items()), tuple(data.roles.items()), compares)
@@ -147,7 +147,7 @@ class _Bad(Exception):
 
 
 class RowLocation(NamedTuple):
-    """The place of a row; lines count from 1."""
+    """A row's file and line, counted from 1."""
 
     file: Path
     line: int
@@ -158,7 +158,7 @@ class RowLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `weight` is 0 if the row marks this assistant turn as context only."""
+    """One turn; `weight` is 0 if the row marks an assistant turn as context only."""
 
     role: str
     content: str
@@ -167,24 +167,24 @@ class Message:
     name: str | None = None
     call_id: str | None = None
     weight: float = 1.0  # of its tokens in the loss
-    thoughts: str = field(default="reasoning", compare=False)  # the row's key of `reasoning`
-    images: tuple[Picture, ...] = ()  # at each MARK of the content
+    thoughts: str = field(default="reasoning", compare=False)  # the key that held `reasoning` in the row
+    images: tuple[Picture, ...] = ()  # one for each MARK in the content
 
     @property
     def learnt(self) -> bool:
-        """Whether it is not marked as context only."""
+        """Whether the turn counts in the loss."""
         return self.weight > 0
 
     @property
     def plain(self) -> bool:
-        """Whether the turn is nothing but its content."""
+        """Whether the turn has only a role and text."""
         return not (self.reasoning or self.calls or self.name or self.call_id or self.images)
 
     def shown(self) -> dict[str, Any]:
-        """Return the turn as a chat template gets it: absent parts are absent keys."""
+        """Return the turn as a dict for chat templates, without keys for absent parts."""
         if self.plain:
             return {"role": self.role, "content": self.content}
-        more = {  # each template has its own name for reasoning
+        more = {  # templates differ in their name for reasoning
             **dict.fromkeys(REASONING, self.reasoning), "tool_calls": list(self.calls), "name": self.name,
             "tool_call_id": self.call_id,
         }  # fmt: skip
@@ -198,7 +198,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation; the first `prompt` messages are never learnt."""
+    """A conversation; the first `prompt` messages are never targets."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
@@ -206,13 +206,13 @@ class Chat:
 
     @property
     def images(self) -> tuple[Picture, ...]:
-        """The images of all turns, in their order."""
-        return tuple([one for message in self.messages for one in message.images])
+        """The images of all turns, in order."""
+        return tuple([image for message in self.messages for image in message.images])
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Two plain strings that follow one another unchanged; the second is learnt."""
+    """Two plain strings that are concatenated unchanged; the second is the target."""
 
     prompt: str
     completion: str
@@ -226,7 +226,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Judged:
-    """Answers with whether each is a good one: of a row with a label one, of a pair both."""
+    """Answers, each labelled good or bad: one from a row with a label, two from a pair."""
 
     answers: tuple[Chat | Completion, ...]
     labels: tuple[bool, ...]
@@ -236,17 +236,17 @@ Row = Text | Chat | Completion | Pair | Judged
 
 
 def parts_of(row: Row) -> tuple[Text | Chat | Completion, ...]:
-    """Return the answers of a row, each with its prompt: of a pair two."""
+    """Return the answers of a row, each with its prompt: two for a pair."""
     return row.answers if isinstance(row, Judged) else (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
 
 
 def bad_row(where: RowLocation, reason: str, do: str = MEND) -> DataError:
-    """Return the error of one row, with the same words for every reader and cleaner."""
+    """Return the error for a row, in the same words for every reader and cleaner."""
     return DataError(f"a row of training data at {where}", reason, remedy(reason, do))
 
 
 def row_text(row: Row) -> str:
-    """Return the readable text of a row, a newline between turns; of a pair the common prompt once."""
+    """Return the readable text of a row, with a newline between turns; a pair's common prompt appears once."""
     if isinstance(row, Text):
         return row.text
     if isinstance(row, Judged):
@@ -268,20 +268,20 @@ def row_text(row: Row) -> str:
 def parse_row(
     where: RowLocation, found: dict[str, Any], rules: RowRules = NO_RULES, noted: set[str] | None = None
 ) -> Row:
-    """Return a row's meaning: exactly one kind must be recognized by its keys.
+    """Return the parsed row; its keys must match exactly one kind.
 
     text; messages; conversations (ShareGPT); instruction, input, output (Alpaca); prompt, completion; chosen, rejected
-    with or without prompt, which may be messages or conversations that end without an answer (LLaMA-Factory). Of
-    several kinds the objective takes one: pretrain the text, any other the structured one, if what is left out has
-    nothing of its own. A null counts as no key, except `system` beside texts: it makes turns of them, and the rows of
-    one table are of one kind.
+    with or without prompt, which may be messages or conversations that end without an answer (LLaMA-Factory). If a row
+    has several kinds, pretrain takes the text, other objectives the structured kind, if the unused keys repeat the same
+    text. A null counts as an absent key, except a null `system` in a row of texts: it turns them into messages, so that
+    all rows of a table have the same kind.
 
     Args:
-        noted: gets the names of keys that are not read, turns' as `messages[].id`, and `key -> name` of those that
-            `data.columns` names.
+        noted: gets the names of unread keys (of turns as `messages[].id`), and `key -> name` for keys renamed by
+            `data.columns`.
 
-    Raises DataError with the place: no kind or several, a wrong type, an empty turn, nothing to learn, or a key that
-    would change the row's meaning and is not understood.
+    Raises DataError with the location: no kind or several, a wrong type, an empty turn, no target, or an unsupported
+    key that would change the row's meaning.
     """
     unread, sign = set[str]() if noted is None else noted, ""
     try:
@@ -305,32 +305,32 @@ def parse_row(
 
 
 def has_answer(found: dict[str, Any], rules: RowRules) -> bool:
-    """Return whether a row that was read has an answer of its own."""
+    """Return whether a raw row has an answer."""
     return not _stand_in(_named_columns(found, rules, set()), replace(rules, compares=""))
 
 
-def _stand_in(found: dict[str, Any], rules: RowRules) -> dict[str, Any]:
-    """Return the key of an answer, with a word of the prompt in its place, if the row is a prompt alone; else nothing.
+def _stand_in(raw: dict[str, Any], rules: RowRules) -> dict[str, Any]:
+    """Return {key: placeholder} for the answer of a row that is only a prompt; an empty dict for a row with an answer.
 
-    The word has tokens wherever the prompt has. Raises _Bad: a reward compares with the answer.
+    The placeholder is a word of the prompt, so the tokenizer can encode it. Raises _Bad if a reward needs an answer.
     """
     filled = dict[str, Any]()
-    if key := next((key for key in ("messages", "conversations") if found.get(key) is not None), ""):
-        turns = _turn_list(found[key], key)
+    if key := next((key for key in ("messages", "conversations") if raw.get(key) is not None), ""):
+        turns = _turn_list(raw[key], key)
         last = turns[-1] if turns and isinstance(turns, list) else None
         role = str(last.get("from") or last.get("role")) if isinstance(last, dict) else ""
         if rules.role_names.get(role) not in (None, "assistant"):
             filled = {key: [*turns, _word_turn(turns)]}
-    elif found.get("instruction") is not None:
-        filled = {"output": _word(found["instruction"])} if found.get("output") is None else {}
-    elif found.get("prompt") is not None and all(found.get(key) is None for key in SIGNS):
-        turns = _turn_list(found["prompt"], "prompt", sure=False)
-        plain = isinstance(turns, str)  # which its answer follows unchanged
+    elif raw.get("instruction") is not None:
+        filled = {"output": _word(raw["instruction"])} if raw.get("output") is None else {}
+    elif raw.get("prompt") is not None and all(raw.get(key) is None for key in SIGNS):
+        turns = _turn_list(raw["prompt"], "prompt", sure=False)
+        plain = isinstance(turns, str)  # a text, which is concatenated with its answer
         space = " " if plain and not turns[-1:].isspace() else ""
         filled = {"completion": space + _word(turns) if plain else [_word_turn(turns)]}
     if filled and rules.compares:
         to = next(iter(filled))
-        answers = [key for key in found if key.lower() in ANSWERING and key != to and found[key] is not None]
+        answers = [key for key in raw if key.lower() in ANSWERING and key != to and raw[key] is not None]
         ways = [f"`data.columns: {{{answers[0]}: {to}}}`"] if answers and to in ("output", "completion") else []
         ways += ["add the answer", "use grpo.rewards without a reference: regex, length, a function"]
         raise _Bad(f"a prompt without the answer that the reward `{rules.compares}` needs", "; or ".join(ways))
@@ -338,8 +338,8 @@ def _stand_in(found: dict[str, Any], rules: RowRules) -> dict[str, Any]:
 
 
 def _word(text: object) -> str:
-    found = re.search(r"\w{1,32}", text) if isinstance(text, str) else None
-    return found[0] if found else "-"
+    match = re.search(r"\w{1,32}", text) if isinstance(text, str) else None
+    return match[0] if match else "-"
 
 
 def _word_turn(turns: Any) -> dict[str, str]:
@@ -348,16 +348,16 @@ def _word_turn(turns: Any) -> dict[str, str]:
     return {"role": "assistant", "content": _word(text)}
 
 
-def _label(found: dict[str, Any]) -> tuple[dict[str, Any], bool | None]:
-    """Return the row without the judgement of its answer, and that."""
-    given = {key: found[key] for key in found if key.lower() in JUDGEMENT and found[key] is not None}
+def _label(raw: dict[str, Any]) -> tuple[dict[str, Any], bool | None]:
+    """Return the row without its label, and the label."""
+    given = {key: raw[key] for key in raw if key.lower() in JUDGEMENT and raw[key] is not None}
     labels = {key: _flag(value) for key, value in given.items()}
     for key, label in labels.items():
         if label is None:
             raise _Bad(f"{key} is neither true nor false: {quoted(str(given[key]))}")
     if len({*labels.values()}) > 1:
         raise _Bad(f"{' and '.join(labels)} contradict each other")
-    rest = {key: value for key, value in found.items() if key.lower() not in JUDGEMENT}
+    rest = {key: value for key, value in raw.items() if key.lower() not in JUDGEMENT}
     return rest, next(iter(labels.values()), None)
 
 
@@ -373,9 +373,9 @@ def _judgement(row: Row, label: bool | None) -> Judged:
     return Judged((row,), (label,))
 
 
-def _named_columns(found: dict[str, Any], rules: RowRules, noted: set[str]) -> dict[str, Any]:
-    """Return the row under the names of `data.columns`."""
-    result = _renamed(found, rules.of_rows, "", noted)
+def _named_columns(raw: dict[str, Any], rules: RowRules, noted: set[str]) -> dict[str, Any]:
+    """Return the row with its keys renamed by `data.columns`."""
+    result = _renamed(raw, rules.of_rows, "", noted)
     for name, turns in list(result.items()) if rules.of_turns else ():
         names = {k.partition("[].")[2]: to for k, to in rules.of_turns.items() if k.startswith(f"{name}[].")}
         if names and isinstance(turns, dict):
@@ -385,70 +385,70 @@ def _named_columns(found: dict[str, Any], rules: RowRules, noted: set[str]) -> d
     return result
 
 
-def _renamed(found: dict[str, Any], names: dict[str, str], place: str, noted: set[str]) -> dict[str, Any]:
-    result = {key: value for key, value in found.items() if key not in names}
+def _renamed(raw: dict[str, Any], names: dict[str, str], place: str, noted: set[str]) -> dict[str, Any]:
+    result = {key: value for key, value in raw.items() if key not in names}
     for key, name in names.items():
-        if found.get(key) is None:
-            if key in found and name != IGNORE:
+        if raw.get(key) is None:
+            if key in raw and name != IGNORE:
                 result.setdefault(name, None)
             continue
         noted.add(f"{place}{key} -> {name}")
         if name != IGNORE:
             if result.get(name) is not None:
                 raise _Bad(f"{quoted(place + key)} is {quoted(name)} by data.columns, but the row has that key, too")
-            result[name] = found[key]
+            result[name] = raw[key]
     return result
 
 
-def _sign(found: dict[str, Any], objective: str) -> str:
+def _sign(raw: dict[str, Any], objective: str) -> str:
     """Return the kind of a row."""
-    signs = [key for key in SIGNS if found.get(key) is not None] or [key for key in SIGNS if key in found]
+    signs = [key for key in SIGNS if raw.get(key) is not None] or [key for key in SIGNS if key in raw]
     if len(signs) == 1:
         return "chosen" if signs[0] == "rejected" else signs[0]
     if not signs:
-        keys = ", ".join(quoted(key) for key in list(found)[:8]) or "no keys"
-        raise _Bad(f"no known format: the row has {keys}", _mapping(found))
+        keys = ", ".join(quoted(key) for key in list(raw)[:8]) or "no keys"
+        raise _Bad(f"no known format: the row has {keys}", _mapping(raw))
     kinds = [sign for sign in signs if sign != "rejected" or "chosen" not in signs]
     if objective and "text" in kinds:
         kinds = ["text"] if objective == "pretrain" else [kind for kind in kinds if kind != "text"]
-    if objective and len(kinds) == 2 and kinds[1] == "chosen" and found[kinds[0]] == found["chosen"]:
+    if objective and len(kinds) == 2 and kinds[1] == "chosen" and raw[kinds[0]] == raw["chosen"]:
         kinds = kinds[1:] if objective in PAIRED else kinds[:1]  # the conversation is the chosen one
     if len(kinds) > 1:
         reason = f"both {quoted(signs[0])} and {quoted(signs[-1])}: ambiguous"
         line = f"ignore one: `data.columns: {{{signs[-1]}: ignore}}`"
         if kinds[1] in ("chosen", "rejected") and objective in COMPARED:
-            chosen = found.get("chosen")
-            whole = isinstance(chosen, list) and len(chosen) > 1  # with the prompt in it
+            chosen = raw.get("chosen")
+            conversation = isinstance(chosen, list) and len(chosen) > 1  # includes the prompt
             line = f"ignore one: `data.columns: {{{signs[0]}: ignore}}`"
-            line = line if whole else f"is {quoted(signs[0])} the prompt? `data.columns: {{{signs[0]}: prompt}}`"
+            line = line if conversation else f"is {quoted(signs[0])} the prompt? `data.columns: {{{signs[0]}: prompt}}`"
         raise _Bad(reason, f"{line}, or fix that line")
     return "chosen" if kinds[0] == "rejected" else kinds[0]
 
 
-def _prompted(found: dict[str, Any], rules: RowRules) -> dict[str, Any]:
-    """Return the row with its conversation as `prompt`, where that has no answer and two answers are next to it.
+def _prompted(raw: dict[str, Any], rules: RowRules) -> dict[str, Any]:
+    """Return the row with its conversation as `prompt`, if that ends without an answer and the row has two answers.
 
-    An `instruction` before two texts is a user's turn: `system`, even none, makes turns of texts.
+    An `instruction` before two texts becomes a user turn: the key `system`, even if null, turns texts into messages.
     """
-    asks = rules.objective in COMPARED and found.get("instruction") is not None and isinstance(found.get("chosen"), str)
-    if asks and found.get("output") is None and found.get("prompt") is None:
-        turns = {"prompt": _question(found), "system": found.get("system")}
-        return {key: value for key, value in found.items() if key not in ("instruction", "input")} | turns
-    key = next((key for key in ("messages", "conversations") if found.get(key) is not None), None)
-    answers = [found.get("chosen"), found.get("rejected")]
-    if key is None or found.get("prompt") is not None or not all(isinstance(one, dict | list) for one in answers):
-        return found
-    turns = _turn_list(found[key], key)
+    asks = rules.objective in COMPARED and raw.get("instruction") is not None and isinstance(raw.get("chosen"), str)
+    if asks and raw.get("output") is None and raw.get("prompt") is None:
+        turns = {"prompt": _question(raw), "system": raw.get("system")}
+        return {key: value for key, value in raw.items() if key not in ("instruction", "input")} | turns
+    key = next((key for key in ("messages", "conversations") if raw.get(key) is not None), None)
+    answers = [raw.get("chosen"), raw.get("rejected")]
+    if key is None or raw.get("prompt") is not None or not all(isinstance(answer, dict | list) for answer in answers):
+        return raw
+    turns = _turn_list(raw[key], key)
     last = turns[-1] if turns and isinstance(turns, list) else None
     role = str(last.get("from") or last.get("role")) if isinstance(last, dict) else ""
     if rules.role_names.get(role) in (None, "assistant"):
-        return found
-    return {**{name: value for name, value in found.items() if name != key}, "prompt": turns}
+        return raw
+    return {**{name: value for name, value in raw.items() if name != key}, "prompt": turns}
 
 
-def _mapping(found: dict[str, Any]) -> str:
-    """Return what to do with a row of an unknown kind: the line that names its keys."""
-    keys = {key.lower(): key for key in found if found[key] is not None}
+def _mapping(raw: dict[str, Any]) -> str:
+    """Return the fix for a row of an unknown kind: the `data.columns` line that names its keys."""
+    keys = {key.lower(): key for key in raw if raw[key] is not None}
     ask, answer = (next((keys[k] for k in names if k in keys), None) for names in (ASKING, ANSWERING))
     if any(re.match("image|img|file_name|photo", k) for k in keys) and {"caption", "description", "answer"} & {*keys}:
         return "images with captions: file_name, question, caption in metadata.csv; then optrush init --data FOLDER"
@@ -456,35 +456,35 @@ def _mapping(found: dict[str, Any]) -> str:
         kinds = "text; messages; instruction, output; prompt, completion; prompt, chosen, rejected"
         return f"{MEND}; or map its keys to a known format (data.columns: {{KEY: text}}): {kinds}"
     names = {ask: "instruction", answer: "output"}
-    for key in found:
+    for key in raw:
         to = "system" if BEFORE.get(key.lower()) == "system" else "input"
-        if key.lower() in BEFORE and found[key] is not None and to not in names.values():
+        if key.lower() in BEFORE and raw[key] is not None and to not in names.values():
             names.setdefault(key, to)
     changed = ", ".join(f"{key}: {name}" for key, name in names.items() if key != name)
     return f"map them as question and answer: `data.columns: {{{changed}}}`; or as another format (docs/data.md)"
 
 
-def _row(found: dict[str, Any], sign: str, rules: RowRules, unread: set[str]) -> Row:
-    _refuse(found, MEDIA if sign == "text" else ROW_NOT_UNDERSTOOD, "the row")
+def _row(raw: dict[str, Any], sign: str, rules: RowRules, unread: set[str]) -> Row:
+    _refuse(raw, MEDIA if sign == "text" else ROW_NOT_UNDERSTOOD, "the row")
     if sign == "text":
-        return Text(_full(found["text"], "text"))
+        return Text(_full(raw["text"], "text"))
     if sign in ("messages", "conversations"):
-        return _chat(_with_system(found, _turns(found[sign], sign, rules, unread), sign), _tools(found))
+        return _chat(_with_system(raw, _turns(raw[sign], sign, rules, unread), sign), _tools(raw))
     if sign == "instruction":
-        return _alpaca(found)
-    # One turn may be an object alone, as in LLaMA-Factory's preferences.
-    found = {k: [v] if k in ANSWERED and isinstance(v, dict) and _is_turn(v) else v for k, v in found.items()}
+        return _alpaca(raw)
+    # A single turn may be an object without a list, like in LLaMA-Factory's preferences.
+    raw = {k: [v] if k in ANSWERED and isinstance(v, dict) and _is_turn(v) else v for k, v in raw.items()}
     if sign == "completion":
-        if found.get("prompt") is None and not isinstance(found.get("label"), bool):
-            raise _Bad("'completion' without 'prompt'", _mapping(found))
-        return _answer(found, "completion", rules, unread)
-    return _pair(found, rules, unread)
+        if raw.get("prompt") is None and not isinstance(raw.get("label"), bool):
+            raise _Bad("'completion' without 'prompt'", _mapping(raw))
+        return _answer(raw, "completion", rules, unread)
+    return _pair(raw, rules, unread)
 
 
-def _refuse_foreign(found: dict[str, Any], keys: set[str], sign: str, row: Row, unread: set[str]) -> None:
-    """Note the keys that a row's kind does not read; raises _Bad for one of FOREIGN, unless it changes nothing."""
+def _refuse_foreign(raw: dict[str, Any], keys: set[str], sign: str, row: Row, unread: set[str]) -> None:
+    """Add the unread keys of a row to `unread`; raise _Bad for a FOREIGN key, unless ignoring it is harmless."""
     for key in sorted(keys, key=lambda key: (key.lower() not in ASKING, key)):
-        value, says = found[key], FOREIGN.get(key.lower())
+        value, says = raw[key], FOREIGN.get(key.lower())
         if value is None or value in ("", [], {}):
             continue
         reason, ways = ": unsupported key; it would change the loss mask", list[str]()
@@ -500,33 +500,33 @@ def _refuse_foreign(found: dict[str, Any], keys: set[str], sign: str, row: Row, 
         else:
             harmless = says == "text" and _is_in(value, row_text(row))
             to = _column(key.lower(), sign)
-            ways += [f"`data.columns: {{{key}: {to}}}`"] if to and to != key and found.get(to) is None else []
+            ways += [f"`data.columns: {{{key}: {to}}}`"] if to and to != key and raw.get(to) is None else []
         if not harmless:
             raise _Bad(f"the row has {quoted(key)}{reason}", ", or ".join([*ways, ignored]))
         unread.add(key)
 
 
 def _column(name: str, sign: str) -> str | None:
-    """Return the key that one of BEFORE would be in a row of a kind, if any."""
+    """Return the name of a BEFORE key in rows of a kind; None if they have no place for it."""
     to = BEFORE.get(name)
     if sign == "instruction" and to == "prompt":
         to = "input"
     return to if to in READ[sign] else "prompt" if to == "input" and "prompt" in READ[sign] else None
 
 
-def _hint(found: dict[str, Any], sign: str) -> str:
-    """Return the line that names a key of the row which another tool takes for the prompt, if there is one."""
-    for key in sorted(found, key=lambda key: key.lower() not in ASKING):
+def _hint(raw: dict[str, Any], sign: str) -> str:
+    """Return a hint about a key that other tools read as a part of the prompt; "" if there is none."""
+    for key in sorted(raw, key=lambda key: key.lower() not in ASKING):
         to = None if key in READ[sign] else _column(key.lower(), sign)
-        if to is not None and found[key] is not None and found.get(to) is None:
+        if to is not None and raw[key] is not None and raw.get(to) is None:
             return f"{MEND}; is {quoted(key)} its {to}? `data.columns: {{{key}: {to}}}`"
-    if "system" in found and found.get("prompt") is None and isinstance(found.get("chosen"), str):
+    if "system" in raw and raw.get("prompt") is None and isinstance(raw.get("chosen"), str):
         return f"{MEND}; or read only its texts: `data.columns: {{system: ignore}}`"
     return ""
 
 
 def _is_in(value: Any, text: str) -> bool:
-    """Return whether a text holds all texts of a value."""
+    """Return whether a text contains all texts in a value, roles excepted."""
     return all(inner.strip() in text for inner in _inner_texts(value) if inner not in ROLE_NAMES)
 
 
@@ -539,23 +539,23 @@ def _inner_texts(value: Any) -> Iterator[str]:
 
 
 def _flag(value: Any) -> bool | None:
-    """Return the boolean that a value is: true, 1, or the texts of them, which CSV has; None if it is none."""
+    """Return a value as a boolean: true, 1, or these as text (CSV); None if it is not one."""
     if isinstance(value, str):
         return {"1": True, "true": True, "1.0": True, "0": False, "false": False, "0.0": False}.get(value.lower())
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
 def _may_be_mask(value: Any) -> bool:
-    """Return whether a value could say what is learnt: a boolean or a number, or several and nothing else."""
+    """Return whether a value could be a loss mask: a boolean or number, or a collection of these alone."""
     if isinstance(value, dict | list):
         inner = value.values() if isinstance(value, dict) else value
-        return any(one is not None for one in inner) and all(one is None or _may_be_mask(one) for one in inner)
+        return any(part is not None for part in inner) and all(part is None or _may_be_mask(part) for part in inner)
     return isinstance(value, bool | int | float) or _flag(value) is not None
 
 
-def _question(found: dict[str, Any]) -> str:
-    """Return the instruction of a row, and its input after an empty line."""
-    ask, given = _full(found["instruction"], "instruction"), _string(_given(found, "input", ""), "input")
+def _question(raw: dict[str, Any]) -> str:
+    """Return the instruction of a row, followed by an empty line and its input, if any."""
+    ask, given = _full(raw["instruction"], "instruction"), _string(_given(raw, "input", ""), "input")
     return f"{ask}\n\n{given}" if given.strip() else ask
 
 
@@ -563,47 +563,47 @@ IMAGES_IN = ("messages", "conversations", "prompt", "completion")
 TURNS_OF_IMAGES = "write turns (messages, or prompt and completion as lists), for objective: sft"
 
 
-def _with_images(found: dict[str, Any], sign: str, unread: set[str]) -> tuple[dict[str, Any], str]:
-    """Return a row with its `images` as parts of its turns, and its kind: an instruction becomes turns."""
-    named = image_keys(found, unread)
+def _with_images(raw: dict[str, Any], sign: str, unread: set[str]) -> tuple[dict[str, Any], str]:
+    """Return a row with its `images` moved into its turns, and its kind; an instruction becomes messages."""
+    named = image_keys(raw, unread)
     if named and sign not in (*IMAGES_IN, "instruction"):
-        _refuse(found, tuple(named), "the row", TURNS_OF_IMAGES)
+        _refuse(raw, tuple(named), "the row", TURNS_OF_IMAGES)
     if not named:
-        return found, sign
-    if sign == "instruction" and found.get("output") is not None:
-        asked = {"role": "user", "content": _question(found)}
-        rest = {key: value for key, value in found.items() if key not in ("instruction", "input", "output")}
-        found, sign = {**rest, "messages": [asked, {"role": "assistant", "content": found["output"]}]}, "messages"
-    found = {key: _turn_list(found[key], key, sure=key == sign) if key in IMAGES_IN else found[key] for key in found}
+        return raw, sign
+    if sign == "instruction" and raw.get("output") is not None:
+        question = {"role": "user", "content": _question(raw)}
+        rest = {key: value for key, value in raw.items() if key not in ("instruction", "input", "output")}
+        raw, sign = {**rest, "messages": [question, {"role": "assistant", "content": raw["output"]}]}, "messages"
+    raw = {key: _turn_list(raw[key], key, sure=key == sign) if key in IMAGES_IN else raw[key] for key in raw}
     try:
-        return place_images(found, named, IMAGES_IN), sign
+        return place_images(raw, named, IMAGES_IN), sign
     except ValueError as error:
-        texts = any(isinstance(found.get(key), str) for key in IMAGES_IN)
+        texts = any(isinstance(raw.get(key), str) for key in IMAGES_IN)
         raise _Bad(f"the row has {error}", TURNS_OF_IMAGES if texts else "") from None
 
 
-def _alpaca(found: dict[str, Any]) -> Chat:
-    _refuse(found, ("tools",), "the row")
-    ask = _question(found)
-    if found.get("output") is None:
-        raise _Bad("'instruction' without 'output'", _mapping(found))
-    turns = (Message("user", ask), Message("assistant", _full(found["output"], "output")))
-    return _chat(_with_system(found, turns, "instruction"))
+def _alpaca(raw: dict[str, Any]) -> Chat:
+    _refuse(raw, ("tools",), "the row")
+    ask = _question(raw)
+    if raw.get("output") is None:
+        raise _Bad("'instruction' without 'output'", _mapping(raw))
+    turns = (Message("user", ask), Message("assistant", _full(raw["output"], "output")))
+    return _chat(_with_system(raw, turns, "instruction"))
 
 
-def _pair(found: dict[str, Any], rules: RowRules, unread: set[str]) -> Pair:
+def _pair(raw: dict[str, Any], rules: RowRules, unread: set[str]) -> Pair:
     for key, other in (("chosen", "rejected"), ("rejected", "chosen")):
-        if found.get(key) is None:
+        if raw.get(key) is None:
             raise _Bad(f"{quoted(other)} without {quoted(key)}")
-    answers = {key: _turn_list(found[key], key, sure=False) for key in ("chosen", "rejected")}
+    answers = {key: _turn_list(raw[key], key, sure=False) for key in ("chosen", "rejected")}
     if all(isinstance(answer, list) for answer in answers.values()):  # else both are texts
-        found = {**found, **answers}
-    if found["chosen"] == found["rejected"]:
+        raw = {**raw, **answers}
+    if raw["chosen"] == raw["rejected"]:
         raise _Bad("chosen and rejected are the same")
-    chosen, rejected = (_answer(found, key, rules, unread) for key in ("chosen", "rejected"))
+    chosen, rejected = (_answer(raw, key, rules, unread) for key in ("chosen", "rejected"))
     if isinstance(chosen, Completion) != isinstance(rejected, Completion):
-        raise _Bad(f"chosen is {kind_of(found['chosen'])}, rejected is {kind_of(found['rejected'])}")
-    if isinstance(chosen, Completion) and isinstance(rejected, Completion) and found.get("prompt") is None:
+        raise _Bad(f"chosen is {kind_of(raw['chosen'])}, rejected is {kind_of(raw['rejected'])}")
+    if isinstance(chosen, Completion) and isinstance(rejected, Completion) and raw.get("prompt") is None:
         common = os.path.commonprefix([chosen.completion, rejected.completion])  # noqa: RUF071 - of characters
         n = max((i for i, char in enumerate(common, 1) if char.isspace()), default=0)  # words stay whole
         chosen, rejected = (
@@ -615,35 +615,35 @@ def _pair(found: dict[str, Any], rules: RowRules, unread: set[str]) -> Pair:
         alike = next((i for i, (ours, theirs) in enumerate(both) if ours != theirs), len(both))
         if alike < max(1, chosen.prompt, rejected.prompt):
             raise _Bad("chosen and rejected do not begin with the same prompt")
-        if found.get("prompt") is None:
+        if raw.get("prompt") is None:
             chosen, rejected = _after(chosen, alike, "chosen"), _after(rejected, alike, "rejected")
     return Pair(chosen, rejected)
 
 
-def _answer(found: dict[str, Any], key: str, rules: RowRules, unread: set[str]) -> Chat | Completion:
-    """Return the prompt with one of its answers; a conversation that begins with the prompt has it once."""
-    prompt, answer = found.get("prompt"), found[key]
+def _answer(raw: dict[str, Any], key: str, rules: RowRules, unread: set[str]) -> Chat | Completion:
+    """Return the prompt with the answer `key`; if the answer's conversation repeats the prompt, it appears once."""
+    prompt, answer = raw.get("prompt"), raw[key]
     turns: tuple[Message, ...]
     if not isinstance(answer, str):
         prompt, turns = _turn_list(prompt, "prompt", sure=False), _turns(answer, key, rules, unread)
-    elif "system" not in found:
-        _refuse(found, ("tools",), "the row")
+    elif "system" not in raw:
+        _refuse(raw, ("tools",), "the row")
         return Completion("" if prompt is None else _full(prompt, "prompt"), _full(answer, key))
     elif prompt is None:
         raise _Bad("a row of texts has 'system' without 'prompt': a system turn comes before a user's")
     else:  # the texts are turns
         prompt, turns = _full(prompt, "prompt"), (Message("assistant", _full(answer, key)),)
     if prompt is None:
-        return Chat(_with_system(found, turns, key), _tools(found))
+        return Chat(_with_system(raw, turns, key), _tools(raw))
     n, before = 0, _turns(prompt, "prompt", rules, unread) if isinstance(prompt, list) else ()
-    if not isinstance(prompt, list):  # a system turn comes before it
+    if not isinstance(prompt, list):  # system turns come before it
         before = (Message("user", _full(prompt, "prompt")),)
         n = next((i for i, turn in enumerate(turns) if turn.role not in ("system", "developer")), len(turns))
     before, turns = turns[:n] + before, turns[n:]
     if turns[: len(before) - n] == before[n:]:
         turns = turns[len(before) - n :]
-    before = _with_system(found, before, "prompt")
-    return _after(Chat(before + turns, _tools(found)), len(before), key)
+    before = _with_system(raw, before, "prompt")
+    return _after(Chat(before + turns, _tools(raw)), len(before), key)
 
 
 def _after(chat: Chat, n: int, key: str) -> Chat:
@@ -660,16 +660,16 @@ def _chat(messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] = (),
     return Chat(messages, tools, prompt)
 
 
-def _with_system(found: dict[str, Any], turns: tuple[Message, ...], name: str) -> tuple[Message, ...]:
+def _with_system(raw: dict[str, Any], turns: tuple[Message, ...], name: str) -> tuple[Message, ...]:
     """Return a row's turns after its `system`, if it has one."""
-    system = _string(_given(found, "system", ""), "system")
+    system = _string(_given(raw, "system", ""), "system")
     if system and turns[0].role == "system":
         raise _Bad(f"both 'system' and a system turn in {name}: ambiguous")
     return (Message("system", system), *turns) if system else turns
 
 
-def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    tools = _given(found, "tools", [])
+def _tools(raw: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    tools = _given(raw, "tools", [])
     if isinstance(tools, str):
         tools = _decoded(tools, "tools")
     _list(tools, "tools")
@@ -680,77 +680,77 @@ def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-def _turn_list(found: Any, name: str, sure: bool = True) -> Any:
-    """Return the turns that a text holds as JSON, as tables have them; any other value as it is.
+def _turn_list(value: Any, name: str, sure: bool = True) -> Any:
+    """Return the turns in a JSON text, a common form in tables; any other value unchanged.
 
     Args:
-        sure: the value can be nothing but turns. Else it is a text, unless it is a list of turns alone.
+        sure: the value must be turns. Else it counts as text, unless it is a list of turns alone.
     """
-    if not isinstance(found, str) or not found.lstrip().startswith("["):
-        return found
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
     try:
-        turns = decode_json(found.encode())
+        turns = decode_json(value.encode())
     except ValueError as error:
-        if sure or TURNS.match(found):
+        if sure or TURNS.match(value):
             raise _Bad(f"{name} looks like a list of turns as text, but is not JSON: {error}") from None
-        return found
-    return turns if sure or (turns and all(map(_is_turn, turns))) else found
+        return value
+    return turns if sure or (turns and all(map(_is_turn, turns))) else value
 
 
-def _is_turn(found: Any) -> bool:
-    if not isinstance(found, dict):
+def _is_turn(value: Any) -> bool:
+    if not isinstance(value, dict):
         return False
-    return {"from", "value"} <= found.keys() or ("role" in found and not found.keys().isdisjoint(SAID))
+    return {"from", "value"} <= value.keys() or ("role" in value and not value.keys().isdisjoint(SAID))
 
 
 MOST_TURNS = 10_000
 SAID = ("content", "tool_calls")
 ANSWERED = ("prompt", "completion", "chosen", "rejected")
-# The beginning of turns as text, also as Python prints them.
+# The beginning of turns as text, in JSON or as a Python literal.
 TURNS = re.compile(
     r"""(?s)\s*\[\s*\{\s*["'](?:role["'].*["']content|content["'].*["']role|from["'].*["']value|value["'].*["']from)["']\s*:"""
 )
 
 
-def _turns(found: Any, name: str, rules: RowRules, unread: set[str]) -> tuple[Message, ...]:
-    if not _list(found := _turn_list(found, name), name):
+def _turns(value: Any, name: str, rules: RowRules, unread: set[str]) -> tuple[Message, ...]:
+    if not _list(value := _turn_list(value, name), name):
         raise _Bad(f"{name} is an empty list")
-    if len(found) > MOST_TURNS:
-        raise _Bad(f"{name} has {len(found):,} turns; the limit is {MOST_TURNS:,}", "split it into several rows")
-    return tuple([_turn(turn, f"{name}[{i}]", rules, unread) for i, turn in enumerate(found)])
+    if len(value) > MOST_TURNS:
+        raise _Bad(f"{name} has {len(value):,} turns; the limit is {MOST_TURNS:,}", "split it into several rows")
+    return tuple([_turn(turn, f"{name}[{i}]", rules, unread) for i, turn in enumerate(value)])
 
 
-def _turn(found: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
-    if not isinstance(found, dict):
-        raise _Bad(f"{name} is {kind_of(found)}, not an object with role and content")
-    said, content_key = ("from", "value") if found.get("from") is not None else ("role", "content")
-    if said == "from" and found.get("role") is not None:
+def _turn(raw: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
+    if not isinstance(raw, dict):
+        raise _Bad(f"{name} is {kind_of(raw)}, not an object with role and content")
+    speaker, content_key = ("from", "value") if raw.get("from") is not None else ("role", "content")
+    if speaker == "from" and raw.get("role") is not None:
         raise _Bad(f"{name} has both 'from' and 'role'")
-    if said not in found:
-        raise _Bad(f"{name} has no {said!r}", _turn_mapping(found, name, said))
-    given = _string(found[said], f"{name}.{said}")
+    if speaker not in raw:
+        raise _Bad(f"{name} has no {speaker!r}", _turn_mapping(raw, name, speaker))
+    given = _string(raw[speaker], f"{name}.{speaker}")
     role = rules.role_names.get(given)
     if role is None:
-        reason = f"{name}.{said} is {quoted(given)}, not one of {', '.join(ROLE_NAMES)}"
+        reason = f"{name}.{speaker} is {quoted(given)}, not one of {', '.join(ROLE_NAMES)}"
         raise _Bad(reason, f"map the role: `data.roles: {{{given}: assistant}}`, or fix that line")
-    content = found.get(content_key)
+    content = raw.get(content_key)
     if given == "function_call" and role == "assistant":
         at = f"{name}.{content_key}"
         value = _decoded(_string(content, at), at)
         listed = [{"function": call} for call in (value if isinstance(value, list) else [value])]
-        more = _more(found, role, name, (said, content_key), unread, rules.objective)
+        more = _more(raw, role, name, (speaker, content_key), unread, rules.objective)
         return Message("assistant", "", **{**more, "calls": _calls(listed, at, unread)})
     more = (
-        _more(found, role, name, (said, content_key), unread, rules.objective)
-        if len(found) > 2 or content is None
+        _more(raw, role, name, (speaker, content_key), unread, rules.objective)
+        if len(raw) > 2 or content is None
         else {}
     )
     if content is None and role == "assistant" and more.get("calls"):
         content = ""
-    if content_key not in found and content is None:
-        raise _Bad(f"{name} has no {content_key!r}", _turn_mapping(found, name, content_key))
-    if len(found) > 2:
-        _refuse(found, tuple(image_keys(found)), name)
+    if content_key not in raw and content is None:
+        raise _Bad(f"{name} has no {content_key!r}", _turn_mapping(raw, name, content_key))
+    if len(raw) > 2:
+        _refuse(raw, tuple(image_keys(raw)), name)
     pictures = list[Picture]()
     content = _content(content, f"{name}.{content_key}", unread, None if role == "assistant" else pictures)
     if not content.strip() and role not in MAY_BE_EMPTY and not more.get("calls"):
@@ -758,62 +758,62 @@ def _turn(found: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
     return Message(role, content, images=tuple(pictures), **more)
 
 
-def _turn_mapping(found: dict[str, Any], name: str, lacking: str) -> str:
-    """Return what to do with a turn that lacks a key: the line that names another one."""
+def _turn_mapping(raw: dict[str, Any], name: str, lacking: str) -> str:
+    """Return the fix for a turn without the key `lacking`: the `data.columns` line for a similar key."""
     names = (
         ("speaker", "author", "user", "type", "from") if lacking in ("role", "from") else ("text", "value", "message")
     )
-    other = next((key for key in names if isinstance(found.get(key), str)), None)
+    other = next((key for key in names if isinstance(raw.get(key), str)), None)
     if other is None:
         return MEND
     return f"`data.columns: {{'{_of_all(name)}.{other}': {lacking}}}`, or fix that line"
 
 
 def _of_all(name: str) -> str:
-    """Return the name of all turns: `messages[3]` is one of `messages[]`."""
+    """Return the name for all turns of a list: `messages[]` for `messages[3]`."""
     return name[: name.index("[")] + "[]"
 
 
 def _more(
-    found: dict[str, Any], role: str, name: str, named: tuple[str, str], unread: set[str], objective: str
+    raw: dict[str, Any], role: str, name: str, named: tuple[str, str], unread: set[str], objective: str
 ) -> dict[str, Any]:
-    _refuse(found, TURN_NOT_UNDERSTOOD, name)
+    _refuse(raw, TURN_NOT_UNDERSTOOD, name)
     if role != "assistant":
-        _refuse(found, ("tool_calls", *REASONING), f"{name}, of the role {role!r},")
+        _refuse(raw, ("tool_calls", *REASONING), f"{name}, of the role {role!r},")
     if role != "tool":
-        _refuse(found, ("tool_call_id",), f"{name}, of the role {role!r},")
-    thoughts = {_string(found[key], f"{name}.{key}") for key in REASONING if found.get(key)}
+        _refuse(raw, ("tool_call_id",), f"{name}, of the role {role!r},")
+    thoughts = {_string(raw[key], f"{name}.{key}") for key in REASONING if raw.get(key)}
     if len(thoughts) > 1:
         raise _Bad(f"{name} has several of {', '.join(REASONING)}, which differ")
-    for key in found.keys() - named - READ_OF_TURN:
-        value, lower = found[key], key.lower()
+    for key in raw.keys() - named - READ_OF_TURN:
+        value, lower = raw[key], key.lower()
         if value is None or key in LEARNT:
             continue
         strange = lower in THOUGHTS or lower in BEFORE
         if strange:
-            strange = not _is_in(value, _content(_given(found, named[1], ""), f"{name}.{named[1]}", unread))
+            strange = not _is_in(value, _content(_given(raw, named[1], ""), f"{name}.{named[1]}", unread))
         if strange or (CONTROL.search(lower) and _may_be_mask(value)):
             reason = f"{name} has {quoted(key)}: unsupported key; it would change the loss mask"
             raise _Bad(reason, f"fix that line, or ignore the key: `data.columns: {{'{_of_all(name)}.{key}': ignore}}`")
         if value not in ("", [], {}):
             unread.add(f"{_of_all(name)}.{key}")
     return {
-        **({"reasoning": thoughts.pop(), "thoughts": next(filter(found.get, REASONING))} if thoughts else {}),
-        "calls": _calls(_given(found, "tool_calls", []), f"{name}.tool_calls", unread),
-        "name": _string(_given(found, "name", ""), f"{name}.name") or None,
-        "call_id": _string(_given(found, "tool_call_id", ""), f"{name}.tool_call_id") or None,
-        "weight": _weight(found, role, name, objective),
+        **({"reasoning": thoughts.pop(), "thoughts": next(filter(raw.get, REASONING))} if thoughts else {}),
+        "calls": _calls(_given(raw, "tool_calls", []), f"{name}.tool_calls", unread),
+        "name": _string(_given(raw, "name", ""), f"{name}.name") or None,
+        "call_id": _string(_given(raw, "tool_call_id", ""), f"{name}.tool_call_id") or None,
+        "weight": _weight(raw, role, name, objective),
     }
 
 
-def _weight(found: dict[str, Any], role: str, name: str, objective: str) -> float:
-    """Return a turn's weight in the loss: one of WEIGHTS is a number of at least 0; of the others of LEARNT 0 or 1."""
-    given = {key: found[key] for key in LEARNT if found.get(key) is not None}
+def _weight(raw: dict[str, Any], role: str, name: str, objective: str) -> float:
+    """Return a turn's weight in the loss: a number of at least 0 for keys in WEIGHTS, 0 or 1 for others in LEARNT."""
+    given = {key: raw[key] for key in LEARNT if raw.get(key) is not None}
     for key, value in given.items():
         wrong = not isinstance(value, bool | int | float) or (value not in (0, 1) and key not in WEIGHTS)
         if wrong or (key in ("weight", "train") and isinstance(value, bool) != (key == "train")):
-            one = "neither false nor true" if key == "train" else "neither 0 nor 1"
-            raise _Bad(f"{name}.{key} is {'not a number of 0 or more' if key in WEIGHTS else one}")
+            wanted = "neither false nor true" if key == "train" else "neither 0 nor 1"
+            raise _Bad(f"{name}.{key} is {'not a number of 0 or more' if key in WEIGHTS else wanted}")
         if value and not LIGHTEST <= value <= HEAVIEST:
             raise _Bad(f"{name}.{key} is {value}, not 0 or a number from {LIGHTEST} to {HEAVIEST:,}")
         if value not in (0, 1) and objective not in ("", "sft"):
@@ -825,11 +825,11 @@ def _weight(found: dict[str, Any], role: str, name: str, objective: str) -> floa
     return float(next(iter(given.values()), 1))
 
 
-def _calls(found: Any, name: str, unread: set[str]) -> tuple[dict[str, Any], ...]:
+def _calls(value: Any, name: str, unread: set[str]) -> tuple[dict[str, Any], ...]:
     """Return tool calls as {"type": "function", "id" if any, "function": {"name", "arguments" as an object}}."""
-    _list(found, name)
+    _list(value, name)
     calls: list[dict[str, Any]] = []
-    for i, call in enumerate(found):
+    for i, call in enumerate(value):
         at = f"{name}[{i}]"
         inner = call.get("function") if isinstance(call, dict) else None
         if not isinstance(inner, dict) or call.get("type", "function") not in ("function", None):
@@ -837,7 +837,7 @@ def _calls(found: Any, name: str, unread: set[str]) -> tuple[dict[str, Any], ...
         if inner.get("arguments") is None and inner.get("parameters"):
             raise _Bad(f"{at} has 'parameters' instead of 'arguments'")
         arguments = _given(inner, "arguments", {})
-        if isinstance(arguments, str):  # of a call without parameters clients write an empty text
+        if isinstance(arguments, str):  # some clients write an empty text for a call without parameters
             arguments = _decoded(arguments, f"{at}.arguments") if arguments.strip() else {}
         if not isinstance(arguments, dict):
             raise _Bad(f"{at}.arguments is {kind_of(arguments)}, not an object")
@@ -850,12 +850,12 @@ def _calls(found: Any, name: str, unread: set[str]) -> tuple[dict[str, Any], ...
     return tuple(calls)
 
 
-def _content(found: Any, name: str, unread: set[str], pictures: list[Picture] | None = None) -> str:
-    """Return the text of a turn, with MARK where an image is; `pictures` gets those, None: it may have none."""
-    if not isinstance(found, list):
-        return _string(found, name)
+def _content(raw: Any, name: str, unread: set[str], pictures: list[Picture] | None = None) -> str:
+    """Return the text of a turn, with MARK for each image; images are added to `pictures`. None: images are invalid."""
+    if not isinstance(raw, list):
+        return _string(raw, name)
     texts = list[str]()
-    for i, part in enumerate(found):
+    for i, part in enumerate(raw):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" and (pictures is None or kind not in IMAGE_PARTS):
             shown = quoted(str(kind)) if isinstance(part, dict) else kind_of(part)
@@ -884,53 +884,53 @@ def _content(found: Any, name: str, unread: set[str], pictures: list[Picture] | 
     return "".join(texts)
 
 
-def _refuse(found: dict[str, Any], keys: tuple[str, ...], name: str, do: str = "") -> None:
+def _refuse(raw: dict[str, Any], keys: tuple[str, ...], name: str, do: str = "") -> None:
     for key in keys:
-        if found.get(key):  # null, empty, false: counts as no key
+        if raw.get(key):  # null, empty, false: counts as no key
             raise _Bad(f"{name} has {key!r}, which is not supported", do)
 
 
-def _decoded(found: str, name: str) -> Any:
+def _decoded(text: str, name: str) -> Any:
     try:
-        return decode_json(found.encode())
+        return decode_json(text.encode())
     except ValueError as error:
         raise _Bad(f"{name}: {error}") from None
 
 
-def _full(found: Any, name: str) -> str:
-    if not _string(found, name).strip():
+def _full(value: Any, name: str) -> str:
+    if not _string(value, name).strip():
         raise _Bad(f"{name} is empty")
-    return cast(str, found)
+    return cast(str, value)
 
 
-def _string(found: Any, name: str) -> str:
-    if not isinstance(found, str):
-        raise _Bad(f"{name} is {kind_of(found)}, not a string")
-    return found
+def _string(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise _Bad(f"{name} is {kind_of(value)}, not a string")
+    return value
 
 
-def _list(found: Any, name: str) -> list[Any]:
-    if not isinstance(found, list):
-        raise _Bad(f"{name} is {kind_of(found)}, not a list")
-    return found
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _Bad(f"{name} is {kind_of(value)}, not a list")
+    return value
 
 
-def _given(found: dict[str, Any], key: str, absent: Any) -> Any:
+def _given(raw: dict[str, Any], key: str, absent: Any) -> Any:
     """Return an optional value; null counts as absent, 0 and false do not."""
-    value = found.get(key)
+    value = raw.get(key)
     return absent if value is None else value
 
 
-# --- A tokenized document. Without torch, which a process that only makes documents does not load.
+# --- A tokenized document. No torch here: processes that only make documents do not import it.
 
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids and which of them are learnt; `targets[0]` is always False: nothing predicts a first token."""
+    """Token ids and a mask of targets; `targets[0]` is always False, because the first token has no context."""
 
     ids: np.ndarray  # (n,) int32
     targets: np.ndarray  # (n,) bool
-    desirable: bool = True  # False: an answer that was judged to be a bad one
+    desirable: bool = True  # False: an answer labelled bad
     weights: np.ndarray | None = None  # (n,) float32, of each target in the loss; None: all 1
     images: tuple[SeenImage, ...] = ()
 

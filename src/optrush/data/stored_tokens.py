@@ -1,6 +1,6 @@
-"""Define the record of a teacher's likeliest tokens of one target, and find the records of a sample.
+"""Define the record of a teacher's likeliest tokens for one target, and find the records of a sample.
 
-A record has the numbers of k tokens, their log-probabilities, and last that of all others together.
+A record has the ids of k tokens, their log-probabilities, and finally that of all other tokens together.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import numpy as np
 
 
 def record_type(k: int, width_bytes: int) -> np.dtype:
-    """Return the type of a record, with log-probabilities in float32 (4 bytes) or float16 (2)."""
+    """Return the dtype of a record, with log-probabilities in float32 (4 bytes) or float16 (2)."""
     return np.dtype([("ids", "<i4", (k,)), ("log_p", f"<f{width_bytes}", (k + 1,))])
 
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """The records of samples by their number."""
+    """The records of samples, by sample number."""
 
     record: np.dtype
     find: Callable[[int], np.ndarray]  # the number of a sample -> (its targets,) records
 
     @property
     def k(self) -> int:
-        """Return how many tokens a record has."""
+        """Return the number of tokens per record."""
         return int(self.record["ids"].shape[0])

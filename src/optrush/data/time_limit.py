@@ -1,4 +1,4 @@
-"""Limit the time of code that others wrote: a reward, a regular expression."""
+"""Limit the run time of user code: a reward, a regular expression."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 
 
 class TooLong(BaseException):
-    """Something took longer than it may: no `except Exception` in it keeps this from ending it."""
+    """The time limit was exceeded. A BaseException, so that `except Exception` in user code does not catch it."""
 
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise TooLong in the block after some seconds, again and again; or after it, where no signal ended it.
+    """Raise TooLong in the block after `seconds`, repeatedly; or at its end, if no signal interrupted it.
 
-    A signal interrupts Python in a main thread alone, and no function that hangs in C.
+    A signal interrupts Python code in the main thread only, and no function that hangs in C.
     """
     began = time.monotonic()
 

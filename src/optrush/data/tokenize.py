@@ -1,11 +1,11 @@
-"""Tokenize data once, into shards on the disk, by as many processes as there are cores.
+"""Tokenize data once, into shards on disk, with one process per core.
 
-A shard is a safetensors file that is whole or absent, so after a kill the next run goes on where the last one stopped.
-The folder's name is a digest of the files, the tokenizer, its template and every setting that changes ids or masks.
-T, and what happens to documents longer than T, is a view on the shards and not part of it (dataset.py).
+A shard is a safetensors file that is either complete or absent, so a run resumes where a killed one stopped. The
+folder's name is a digest of the files, the tokenizer, its template and every setting that changes ids or masks. T, and
+the treatment of documents longer than T, are not part of it: the samples are a view on the shards (dataset.py).
 
-One process of a machine tokenizes, under a lock that ends with it; the others wait for the lock. No collective runs
-meanwhile: a rank that tokenizes for an hour makes no other rank time out.
+One process per machine tokenizes, under a lock that is released when the process ends; the others wait for the lock. No
+collective runs meanwhile, so a rank that tokenizes for an hour causes no timeout on the others.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from optrush.errors import DataError
 from optrush.files import open_file, open_to_append, regular, sync_folder, write_whole
 from optrush.objectives import learnt
 
-# --- One shard: the documents of a piece of the data as token ids.
+# --- One shard: documents from a part of the data, as token ids.
 #
 # This module writes and maps the safetensors file itself: the library's writer does not sync, and its reader copies.
-# The name has the shard's place and the SHA-256 of its bytes, so a shard that was cut off or has one bit flipped is
-# found by reading it once. Nothing in it depends on the paths of the data files, or on T: documents are whole.
+# The file name has the shard's position and the SHA-256 of its bytes, so reading a shard once detects truncation or a
+# flipped bit. A shard does not depend on the paths of the data files, nor on T: its documents are uncut.
 
-FORMAT = 10  # part of every key: shards of another format are other shards
-HERE = "\0"  # in place of the row's place in the text of an error
+FORMAT = 10  # part of every key: shards of another format are not reused
+HERE = "\0"  # replaces the row's location in the text of an error
 TEMPORARY = ".tmp-"
-STALE_S = 86400.0  # the age at which a temporary file of another machine counts as abandoned
+STALE_S = 86400.0  # the age at which another machine's temporary file counts as abandoned
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "U8": np.dtype("u1"),
@@ -66,15 +66,15 @@ _FACTS = ("rows", "cleaned", "marked", "parts", "highest", "last")
 
 
 def image_mark(image: str, folder: Path) -> list[int]:
-    """Return numbers of which one changes when what was no image may be one: a file's mark, of an address the hour."""
+    """Return numbers that change when a bad image should be tried again: a file's mark, or for a URL the hour."""
     try:
         return [int(time.time() // 3600)] if image.startswith(REMOTE) else readers.mark(folder / image)
-    except (OSError, ValueError):  # not there, or no path
+    except (OSError, ValueError):  # missing, or not a path
         return []
 
 
 class BadRow(NamedTuple):
-    """A row that is no training data, and the error with the reason."""
+    """The location of an invalid row, and its error."""
 
     where: RowLocation
     error: DataError
@@ -82,46 +82,46 @@ class BadRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """S samples of one document each, or of two (`parts`); arrays are in memory, or of a mapped file.
+    """S samples of one document each, or of two (`parts`); arrays are in memory or of a mapped file.
 
-    A row's number counts the rows of the shard from 0, refused ones included, those that cleaning removed not. A row
+    Row numbers count the rows of the shard from 0, including refused rows but not those that cleaning removed. A row
     can have several samples (`data.split_turns`).
     """
 
-    rows: int  # with the refused ones
+    rows: int  # including refused ones
     cleaned: int  # rows that cleaning removed
     marked: int  # plain texts that contain special tokens as text
-    parts: int  # documents of a sample: 1, of pairs 2
+    parts: int  # documents per sample: 1, or 2 for pairs
     highest: int  # the highest token id
-    last: int  # 1: no further shard of the same job follows
-    starts: np.ndarray  # (S * parts + 1,) int64: where the documents begin in ids
-    numbers: np.ndarray  # (S,) int64: of each sample's row, rising
-    lines: np.ndarray  # (S,) int64: of each sample's row in its file
-    digests: np.ndarray  # (S,) int64: of each sample's tokens and images, to find samples that are equal
-    images: np.ndarray  # int64, and `pictures`: as `images.pack_images` returns them
-    files: np.ndarray  # (S,) int32: of each sample's row, a position in the list of files
-    learnt: np.ndarray  # (S,) int32: targets of each sample
+    last: int  # 1: the last shard of its job
+    starts: np.ndarray  # (S * parts + 1,) int64: offsets of the documents in ids
+    numbers: np.ndarray  # (S,) int64: number of each sample's row, ascending
+    lines: np.ndarray  # (S,) int64: line of each sample's row in its file
+    digests: np.ndarray  # (S,) int64: digest of each sample's tokens and images, to find equal samples
+    images: np.ndarray  # int64, and `pictures`: the result of `images.pack_images`
+    files: np.ndarray  # (S,) int32: file of each sample's row, an index into the list of files
+    learnt: np.ndarray  # (S,) int32: number of targets in each sample
     ids: np.ndarray  # (tokens,) int32
     weights: np.ndarray  # (tokens,) float32, of targets in the loss; (0,): all 1
     targets: np.ndarray  # (tokens / 8,) uint8: bits
-    desirable: np.ndarray  # (S,) uint8: 0 of answers that were judged to be bad
-    refused: np.ndarray  # uint8: JSON, a list of [number, file, line, the three texts of the error] and, of an image
-    # that was none, its path and its mark
-    keys: np.ndarray  # uint8: JSON, how many rows have each key that is not read, or that `data.columns` names
+    desirable: np.ndarray  # (S,) uint8: 0 for answers labelled bad
+    refused: np.ndarray  # uint8: JSON, a list of [number, file, line, the three texts of the error], followed for a bad
+    # image by its path and its mark
+    keys: np.ndarray  # uint8: JSON, the number of rows with each key that is unread or in `data.columns`
     pictures: np.ndarray  # uint8: paths and bytes of images
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each sample, (S,) int64."""
+        """Return the number of tokens of each sample, (S,) int64."""
         return np.asarray(np.diff(self.starts[:: self.parts]))
 
     def document(self, start: int, end: int, weighted: bool = False, files: Sequence[Path] = ()) -> Document:
-        """Return the tokens [start, end) of `ids`, weighted or not; the first is no target, for it has no context.
+        """Return tokens [start, end) of `ids`, with weights if `weighted`; the first, without context, is not a target.
 
         Args:
-            files: the list of files; none: the images of the document are not read.
+            files: the list of files, for the folder of the document's images; may be empty if these are not read.
         """
         bits = np.unpackbits(self.targets[start // 8 : -(-end // 8)])
         targets = bits[start % 8 :][: end - start].astype(bool)
@@ -136,7 +136,7 @@ class Shard:
         return Document(np.asarray(self.ids[start:end]), targets, bool(self.desirable[sample]), weights, seen)
 
     def refusals(self, files: Sequence[Path]) -> list[tuple[int, BadRow]]:
-        """Return the refused rows in order, by their number."""
+        """Return (number, row) of the refused rows, in order."""
         result = []
         for number, file, line, *texts in self.bad():
             where, texts = RowLocation(files[file], line), texts[:3]
@@ -144,19 +144,19 @@ class Shard:
         return result
 
     def bad(self) -> list[list[Any]]:
-        """Return what `refused` has."""
-        found: list[list[Any]] = json.loads(self.refused.tobytes() or b"[]")
-        return found
+        """Return the decoded `refused`."""
+        rows: list[list[Any]] = json.loads(self.refused.tobytes() or b"[]")
+        return rows
 
     def outdated(self, files: Sequence[Path]) -> bool:
-        """Return whether an image for which a row was refused has come, or is another, since then."""
+        """Return whether an image that made a row invalid has appeared or changed since then."""
         marked = [(files[row[1]].parent, *row[6:]) for row in self.bad() if len(row) > 6]
         return any(image_mark(image, folder) != known for folder, image, known in marked)
 
     def noted(self) -> dict[str, int]:
-        """Return how many rows have each key that `parse_row` noted."""
-        found: dict[str, int] = json.loads(self.keys.tobytes() or b"{}")
-        return found
+        """Return the number of rows with each key that `parse_row` noted."""
+        counts: dict[str, int] = json.loads(self.keys.tobytes() or b"{}")
+        return counts
 
     def encoded(self) -> list[bytes | memoryview]:
         """Return the pieces of the shard's safetensors file."""
@@ -174,7 +174,7 @@ class Shard:
 
 @dataclass
 class Builder:
-    """Collects samples until they are a shard."""
+    """Collect samples for a shard."""
 
     rows: int = 0
     cleaned: int = 0
@@ -186,27 +186,27 @@ class Builder:
     _ids: list[np.ndarray] = field(default_factory=list)
     _targets: list[np.ndarray] = field(default_factory=list)
     _weights: list[np.ndarray | None] = field(default_factory=list)
-    _images: list[tuple[SeenImage, int]] = field(default_factory=list)  # with the tokens before its document
+    _images: list[tuple[SeenImage, int]] = field(default_factory=list)  # with the number of tokens before its document
     _samples: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # number, line, digest, file, learnt
     _desirable: list[bool] = field(default_factory=list)
     _refused: list[list[Any]] = field(default_factory=list)
 
     def note(self, keys: Iterable[str]) -> None:
-        """Count the keys that a row had; of many different ones the first."""
+        """Count a row's keys; after MOST_KEYS different ones, new keys count as OTHER_KEYS."""
         for key in keys:
             self.keys[key if key in self.keys or len(self.keys) < MOST_KEYS else OTHER_KEYS] += 1
 
     def add_samples(self, where: RowLocation, file: int, made: Samples | DataError) -> None:
-        """Append a row: its samples, or the error."""
+        """Append a row: its samples or its error."""
         if isinstance(made, DataError):
             self.add(where, file, made)
             return
         for n, sample in enumerate(made):
-            self.rows -= n > 0  # of the same row
+            self.rows -= n > 0  # still the same row
             self.add(where, file, sample)
 
     def add(self, where: RowLocation, file: int, row: tuple[Document, ...] | DataError) -> None:
-        """Append a row of one sample: its documents, or the error. Raises DataError if pairs and other rows meet."""
+        """Append a row of one sample: its documents or its error. Raises DataError if pairs meet other rows."""
         if isinstance(row, DataError):
             texts = (text.replace(str(where), HERE) for text in (row.asked, row.found, row.do))
             image = [row.image, image_mark(row.image, where.file.parent)] if row.image else []
@@ -220,11 +220,11 @@ class Builder:
             self._weights += [document.weights for document in row]
             targets = sum(int(np.count_nonzero(document.targets)) for document in row)
             content = [document.ids.tobytes() for document in row]
-            content += [str(one.digest).encode() for document in row for one in document.images]
+            content += [str(seen.digest).encode() for document in row for seen in document.images]
             digest = hashlib.blake2b(b"".join(content), digest_size=8).digest()
             for document in row if len(row) == 1 else ():
-                self._images += [(one, self.tokens) for one in document.images]
-                self.held += sum(len(one.picture.data) for one in document.images)
+                self._images += [(seen, self.tokens) for seen in document.images]
+                self.held += sum(len(seen.picture.data) for seen in document.images)
             self._samples.append((self.rows, where.line, int.from_bytes(digest, "little", signed=True), file, targets))
             self._desirable.append(row[0].desirable)
             self.tokens += sum(map(len, row))
@@ -237,13 +237,13 @@ class Builder:
         bits = np.packbits(np.concatenate([np.zeros(0, bool), *self._targets]))
         refused = np.frombuffer(json.dumps(self._refused).encode() if self._refused else b"", np.uint8)
         weights = np.ones(len(ids) if any(w is not None for w in self._weights) else 0, np.float32)
-        for at, own in zip(accumulate(map(len, self._ids), initial=0), self._weights):
-            if own is not None:
-                weights[at : at + len(own)] = own
+        for at, part in zip(accumulate(map(len, self._ids), initial=0), self._weights):
+            if part is not None:
+                weights[at : at + len(part)] = part
         starts = np.cumsum([0, *map(len, self._ids)], dtype=np.int64)
         keys = np.frombuffer(json.dumps(dict(sorted(self.keys.items()))).encode() if self.keys else b"", np.uint8)
         highest = int(ids.max(initial=-1))
-        images, pictures = pack_images([one for one, _ in self._images], [n for _, n in self._images])
+        images, pictures = pack_images([image for image, _ in self._images], [n for _, n in self._images])
         return Shard(
             self.rows, self.cleaned, self.marked, self.parts or 1, highest, int(last), starts, numbers, lines,
             digests, images, files.astype(np.int32), learnt.astype(np.int32), ids, weights, bits,
@@ -252,12 +252,12 @@ class Builder:
 
 
 def mixed_kinds(where: object) -> DataError:
-    """Return the error of data with pairs and other rows, of which different things are learnt."""
+    """Return the error for data that mixes pairs with other rows, which need different objectives."""
     return DataError("pairs (chosen and rejected), or rows of other kinds", f"both, at {where}", "remove one kind")
 
 
 def shard_digest(shard: Shard) -> str:
-    """Return the part of the shard's file name that is a digest of its bytes."""
+    """Return the digest of a shard's bytes, a part of its file name."""
     sha = hashlib.sha256()
     for data in shard.encoded():
         sha.update(data)
@@ -265,7 +265,7 @@ def shard_digest(shard: Shard) -> str:
 
 
 def commit_shard(shard: Shard, folder: Path, job: int, piece: int) -> Path:
-    """Write the shard's file, whole or not at all, and return its path; raises OSError."""
+    """Write the shard's file atomically and return its path; raises OSError."""
     name = f"{job:06d}-{piece:03d}"
     path = folder / f"{name}-{shard_digest(shard)}.safetensors"
     write_whole(path, shard.encoded(), folder / f"{name}{TEMPORARY}{socket.gethostname()}-{secrets.token_hex(4)}")
@@ -273,7 +273,7 @@ def commit_shard(shard: Shard, folder: Path, job: int, piece: int) -> Path:
 
 
 def intact(path: Path) -> bool:
-    """Return whether the file's bytes match the digest in its name; reads all of it."""
+    """Return whether a file's bytes match the digest in its name; reads the whole file."""
     try:
         with open_file(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem.rsplit("-", 1)[1]
@@ -282,19 +282,19 @@ def intact(path: Path) -> bool:
 
 
 def mapped(path: Path) -> Shard:
-    """Return the shard in an intact file; its arrays are the file's own pages."""
+    """Return the shard in an intact file; its arrays are memory-mapped."""
     data = np.memmap(regular(path), np.uint8, "r").view(np.ndarray)
     size = int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8 : 8 + size].tobytes())
-    found: dict[str, Any] = {name: int(header["__metadata__"][name]) for name in _FACTS}
+    fields: dict[str, Any] = {name: int(header["__metadata__"][name]) for name in _FACTS}
     for name, kind in _ARRAYS:
         first, end = header[name]["data_offsets"]
-        found[name] = data[8 + size + first : 8 + size + end].view(_DTYPES[kind])
-    return Shard(**found)
+        fields[name] = data[8 + size + first : 8 + size + end].view(_DTYPES[kind])
+    return Shard(**fields)
 
 
 def sweep(folder: Path) -> None:
-    """Remove temporary files of killed processes: all of this machine (none may be writing), others' of yesterday."""
+    """Remove temporary files of killed processes: all from this machine (none may be writing), older ones of others."""
     for path in folder.glob(f"*{TEMPORARY}*"):
         ours = path.name.split(TEMPORARY)[1].rsplit("-", 1)[0] == socket.gethostname()
         if ours or time.time() - path.stat().st_mtime > STALE_S:
@@ -303,30 +303,30 @@ def sweep(folder: Path) -> None:
 
 # --- Rows to shards, in one process.
 
-BATCH_rows = 512  # that the tokenizer gets at a time,
-FIRST_rows, SLOW_s = 32, 1.0  # the first rows are fewer, and so are those after slow ones
-BATCH_chars = 1 << 20  # and about how much text: it needs some 100 bytes a token while it works
-SHARD_tok = 4 << 20  # from which a job's shard is full: 16 MiB of ids
-ADDRESS_chars = 1 << 18  # that stand for an image which is downloaded
-SHARD_bytes = 64 << 20  # likewise, of images that rows hold
-SHARD_rows = 1 << 17  # likewise, refused ones included: a file of empty lines must not fill the memory
+BATCH_rows = 512  # maximum per call of the tokenizer
+FIRST_rows, SLOW_s = 32, 1.0  # rows of the first call; a call that takes longer is followed by smaller ones
+BATCH_chars = 1 << 20  # approximate maximum of text per batch: the tokenizer needs some 100 bytes per token
+SHARD_tok = 4 << 20  # a shard is full at this number of tokens: 16 MiB of ids
+ADDRESS_chars = 1 << 18  # counted in `BATCH_chars` for an image to download
+SHARD_bytes = 64 << 20  # likewise, bytes of embedded images
+SHARD_rows = 1 << 17  # likewise, rows, including refused ones: empty lines must not fill the memory
 
-# Of each file whether cleaning kept a row: row k of a chunk is at chunk.first - 1 + k. None: it kept all.
+# For each file, whether cleaning kept each row: row k of a chunk has index chunk.first - 1 + k. None: all kept.
 Kept = Sequence[np.ndarray] | None
-# Position of the file, place, row (None: cleaning removed it), keys that `parse_row` noted.
+# Index of the file, location, row (None: removed by cleaning), keys that `parse_row` noted.
 Parsed = tuple[int, RowLocation, Row | DataError | None, Collection[str]]
 Samples = Sequence[tuple[Document, ...]]  # of one row
 LOSSY = "characters -> lost"  # counted like a key: rows with characters that the tokenizer lacks
-MOST_KEYS, OTHER_KEYS = 100, "other keys"  # different keys that are counted one by one; the name of the others
+MOST_KEYS, OTHER_KEYS = 100, "other keys"  # number of keys counted separately; the name for all others
 
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """Consecutive chunks that are tokenized together, each with its file's position in the list of files."""
+    """Consecutive chunks that are tokenized together, each with its file's index in the list of files."""
 
     number: int
     chunks: tuple[tuple[int, Chunk], ...]
-    size_bytes: float = 0.0  # about how much of the files that is
+    size_bytes: float = 0.0  # approximate size in the files
 
 
 def shards(
@@ -336,7 +336,7 @@ def shards(
     most: int | None = None,
     progress: pool.Beat = pool.silent,
 ) -> Iterator[Shard]:
-    """Yield rows as shards of bounded size, the last one marked; all rows after `most` are left out.
+    """Yield the first `most` rows (None: all) as shards of bounded size, the last one marked.
 
     `progress` gets the number of new rows.
     """
@@ -345,14 +345,14 @@ def shards(
     def flush() -> None:
         nonlocal size
         good = [(where, row) for _, where, row, _ in batch if row is not None and not isinstance(row, DataError)]
-        found, told, before = list[Samples | DataError](), 0, tokens.lossy
-        while len(found) < len(good):  # a slow template is not silent for a whole batch
+        samples, reported, before = list[Samples | DataError](), 0, tokens.lossy
+        while len(samples) < len(good):  # report within a batch, too: templates may be slow
             begun = time.monotonic()
-            found += row_samples(tokens, good[len(found) : len(found) + size], train_on)
+            samples += row_samples(tokens, good[len(samples) : len(samples) + size], train_on)
             size = min(BATCH_rows, 4 * size) if time.monotonic() - begun < SLOW_s else max(1, size // 4)
-            progress(len(found) - told)
-            told = len(found)
-        made = iter(found)
+            progress(len(samples) - reported)
+            reported = len(samples)
+        made = iter(samples)
         builder.note([LOSSY] * (tokens.lossy - before))
         builder.marked += sum(tokens.marked(row) for _, row in good)
         for file, where, row, keys in batch:
@@ -361,7 +361,7 @@ def shards(
             else:
                 builder.note(keys)
                 builder.add_samples(where, file, row if isinstance(row, DataError) else next(made))
-        progress(len(batch) - told)
+        progress(len(batch) - reported)
         batch.clear()
 
     for entry in entries:
@@ -369,7 +369,7 @@ def shards(
         row = entry[2]
         chars += 0 if row is None or isinstance(row, DataError) else len(schema.row_text(row))
         if isinstance(row, Chat):
-            chars += sum(ADDRESS_chars if one.path.startswith(REMOTE) else len(one.data) for one in row.images)
+            chars += sum(ADDRESS_chars if image.path.startswith(REMOTE) else len(image.data) for image in row.images)
         seen += row is not None
         if seen == most:
             break
@@ -384,12 +384,12 @@ def shards(
 
 
 def row_samples(tokens: Tokens, rows: Sequence[tuple[RowLocation, Row]], train_on: str) -> list[Samples | DataError]:
-    """Return the samples of each row, or the error that names it: one, or with `each` one an answer that is learnt."""
+    """Return the samples of each row, or its error: one sample, or with `each` one per answer that is a target."""
     if not train_on.startswith("each"):
-        found = zip(rows, tokens.batch(rows, train_on), strict=True)
+        zipped = zip(rows, tokens.batch(rows, train_on), strict=True)
         return [
             made if isinstance(made, DataError) else [(d,) for d in made] if isinstance(row, Judged) else [made]
-            for (_, row), made in found
+            for (_, row), made in zipped
         ]
     parts = [split_turns(row) for _, row in rows]
     flat = [(where, part) for (where, _), of in zip(rows, parts, strict=True) for part in of]
@@ -403,7 +403,7 @@ def row_samples(tokens: Tokens, rows: Sequence[tuple[RowLocation, Row]], train_o
 
 
 def split_turns(row: Row) -> list[Row]:
-    """Return a conversation up to each of its answers that are learnt; judged answers apart; any other row as it is."""
+    """Return a conversation up to each answer that is a target; labelled answers singly; other rows unchanged."""
     if isinstance(row, Judged):
         return [Judged((answer,), (label,)) for answer, label in zip(row.answers, row.labels, strict=True)]
     if not isinstance(row, Chat):
@@ -412,7 +412,7 @@ def split_turns(row: Row) -> list[Row]:
 
 
 def parsed(job: TokenizeJob, text_rows: str, kept: Kept, rules: RowRules = NO_RULES) -> Iterator[Parsed]:
-    """Yield the job's rows with their meaning, or the error of one that has none."""
+    """Yield the job's parsed rows; an error in place of an invalid row."""
     for file, chunk in job.chunks:
         keep = None if kept is None else kept[file]
         for k, (where, row) in enumerate(attempts(chunk, text_rows), chunk.first - 1):
@@ -426,7 +426,7 @@ def parsed(job: TokenizeJob, text_rows: str, kept: Kept, rules: RowRules = NO_RU
 
 
 def meaning(where: RowLocation, row: dict[str, Any], rules: RowRules, keys: set[str]) -> Row | DataError:
-    """Return the row, or the error of one that is none; `keys` gets those that `parse_row` notes."""
+    """Return the parsed row, or its error; `keys` gets the keys that `parse_row` notes."""
     try:
         return schema.parse_row(where, row, rules, keys)
     except DataError as error:
@@ -434,7 +434,7 @@ def meaning(where: RowLocation, row: dict[str, Any], rules: RowRules, keys: set[
 
 
 def identity(tokens: Tokens) -> str:
-    """Return the SHA-256 over all of a tokenizer that changes ids and masks; with the date if the template uses it."""
+    """Return the SHA-256 of all that determines ids and masks; includes the date if the template uses it."""
     tokenizer, source, other = tokens.tokenizer, _template(tokens) or "", _template(tokens, tools=True) or ""
     today = datetime.date.today().isoformat() if "strftime_now" in source + other else ""
     parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.special_tokens_map, source, today]
@@ -444,23 +444,23 @@ def identity(tokens: Tokens) -> str:
 
 
 def _template(tokens: Tokens, tools: bool = False) -> str | None:
-    """Return the chat template, with the run's date in it; None if there is none: text does not need one."""
+    """Return the chat template with the run's date; None if there is none, which is valid for plain text."""
     with suppress(DataError):
         return tokens.template(tools)
     return None
 
 
 class Missing(NamedTuple):
-    """What a job lacks: its rows without the first `skip`, as shards from number `piece` on."""
+    """The missing part of a job: its rows after the first `skip`, for shards from number `piece` on."""
 
     job: TokenizeJob
     skip: int
     piece: int
-    marks: Sequence[list[int]] = ()  # of the chunks' files, before their contents were hashed
+    marks: Sequence[list[int]] = ()  # of the chunks' files, from before the files were hashed
 
 
 class Made(NamedTuple):
-    """The names of new shards, and the rows that were read for them."""
+    """The names of new shards, and the number of rows read for them."""
 
     names: list[str]
     rows: int
@@ -468,7 +468,7 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMaker:
-    """Writes the missing shards of jobs; each that is written stays."""
+    """Write the missing shards of jobs; written shards stay even if the job fails."""
 
     tokens: Tokens
     train_on: str
@@ -478,7 +478,7 @@ class ShardMaker:
     folder: Path
 
     def __call__(self, missing: Missing, beat: pool.Beat = pool.silent) -> Made:
-        """Write them; raises DataError if the disk is full, or a file has changed since its mark was taken."""
+        """Write the shards; raise DataError if the disk is full, or a file has changed since its mark was taken."""
         job, made = missing.job, Made([], 0)
         entries = islice(parsed(job, self.text_rows, self.kept, self.rules), missing.skip, None)
         for shard in shards(entries, self.tokens, self.train_on, progress=beat):
@@ -494,37 +494,37 @@ class ShardMaker:
 
 
 def no_room(folder: Path, error: OSError) -> DataError:
-    """Return the error of a folder that cannot take the shards."""
+    """Return the error for a folder in which shards cannot be written."""
     do = "free space" if error.errno == errno.ENOSPC else "check the folder and its permissions"
     return DataError(f"to keep the tokenised data in {folder}", str(error.strerror), f"{do}, or set another data.cache")
 
 
 # --- All shards of some data.
 
-CHUNK_bytes = 1 << 18  # of a job, a tenth of a second for chats; data smaller than this stays in memory
-CHUNKS, MOST_bytes = 256, 16 << 20  # of larger data: so many jobs, each of at most so much
-PACKED = 4  # times its bytes is the text of a compressed file, about
-QUIET_S, EVERY_S = 2.0, 5.0  # work shorter than the first is not reported; seconds between two reports
+CHUNK_bytes = 1 << 18  # minimum per job, 0.1 s for chats; smaller data stays in memory
+CHUNKS, MOST_bytes = 256, 16 << 20  # larger data: aim for this number of jobs, each of at most this size
+PACKED = 4  # approximate compression ratio of text
+QUIET_S, EVERY_S = 2.0, 5.0  # time before the first report; time between two reports
 POLL_S = 0.2
-CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")  # microseconds of the processor, and of what time
+CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time per period, and the period
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class TokenizeWork:
-    """What is tokenized, and how."""
+    """The data to tokenize, and the settings."""
 
     config: Config
     tokens: Tokens
     files: tuple[Path, ...]
     kept: Kept = None  # by file
-    cleaning: str = ""  # names `kept`: a digest
+    cleaning: str = ""  # a digest of `kept`
     say: Say = pool.silent
 
     @property
     def folder(self) -> Path:
-        """The folder of its shards."""
+        """The folder of the shards."""
         seen = isinstance(self.tokens.images, ImageReader)
         key = {
             "format": FORMAT, "files": readers.files_fingerprint(self.files, cache_root(self.config.data.cache)),
@@ -536,12 +536,12 @@ class TokenizeWork:
         return cache_root(self.config.data.cache) / "tokens" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def parsed(self, job: TokenizeJob) -> Iterator[Parsed]:
-        """Yield the rows of a job with their meaning."""
+        """Yield the parsed rows of a job."""
         return parsed(job, self.config.data.reading, self.kept, row_rules(self.config))
 
 
 def cache_root(cache: str | None) -> Path:
-    """Return the folder for what is made of data: the one given, `$OPTRUSH_CACHE`, or one in the user's cache."""
+    """Return the folder for derived data: `cache`, `$OPTRUSH_CACHE`, or a folder in the user's cache."""
     if cache is not None or "OPTRUSH_CACHE" in os.environ:
         return Path(cache or os.environ["OPTRUSH_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
@@ -550,7 +550,7 @@ def cache_root(cache: str | None) -> Path:
 def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | Shard]:
     """Yield the shards of the data in order, each as soon as it exists; close the iterator to stop.
 
-    Of small data no more than `most` rows are tokenized. Raises DataError: a file that cannot be read or written.
+    `most` limits the rows of small data only. Raises DataError: a file cannot be read or written.
     """
     progress = Progress(work.say, "tokenising", sum(path.stat().st_size for path in work.files))
     if small(work.files):
@@ -565,7 +565,7 @@ def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | S
         return
     with locked(folder, work.say):
         sweep(folder)
-        store.refresh()  # another process may have worked meanwhile
+        store.refresh()  # another process may have added shards meanwhile
         for path in store.outdated:
             path.unlink(missing_ok=True)
         number = yield from store.ready(number)
@@ -575,12 +575,12 @@ def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | S
 
 
 def small(paths: Sequence[Path]) -> bool:
-    """Return whether the data fits into one chunk, and so into memory."""
+    """Return whether the data is small enough to stay in memory: less than CHUNK_bytes."""
     return sum(path.stat().st_size * (1 if _plain(path) else PACKED) for path in paths) < CHUNK_bytes
 
 
 def chunk_bytes(paths: Sequence[Path]) -> int:
-    """Return the size of the data's parts, from the files alone: many of little data, few files of much."""
+    """Return the size of the jobs, from the sizes of the files alone: larger data has larger jobs."""
     return max(CHUNK_bytes, min(MOST_bytes, sum(path.stat().st_size for path in paths) // CHUNKS))
 
 
@@ -594,11 +594,11 @@ class ShardStore:
 
     def __init__(self, folder: Path, files: Sequence[Path] = ()) -> None:
         self.folder, self.files = folder, files
-        self._sound: set[Path] = set()  # read and found intact
+        self._sound: set[Path] = set()  # checked: intact and up to date
         self.refresh()
 
     def refresh(self) -> None:
-        """List the folder again. A damaged shard counts as missing; made again it gets the same name."""
+        """List the folder again. A damaged shard counts as missing; its replacement gets the same name."""
         paths = sorted(self.folder.glob("*.safetensors"))
         fresh = [path for path in paths if path not in self._sound]
         with ThreadPoolExecutor(cores()) as pool:  # hashing releases Python's lock
@@ -606,7 +606,7 @@ class ShardStore:
         self.outdated = {path for path in fresh if self.files and mapped(path).outdated(self.files)}
         self._sound |= {*fresh} - self.outdated
         self.jobs = next((int(path.name.split("-")[1]) for path in self.folder.glob("complete-*")), None)
-        self.begun: dict[int, list[Path]] = {}  # the shards of each job from its first on, without a gap
+        self.begun: dict[int, list[Path]] = {}  # the shards of each job up to the first missing one
         for path in paths:
             job, piece = map(int, path.name.split("-")[:2])
             if path in self._sound and piece == len(self.begun.setdefault(job, [])):
@@ -614,30 +614,30 @@ class ShardStore:
         self.whole = {job: pieces for job, pieces in self.begun.items() if pieces and mapped(pieces[-1]).last}
 
     def ready(self, number: int) -> Generator[Path, None, int]:
-        """Yield the shards of the jobs from `number` on; return the first job of which some are missing."""
+        """Yield the shards of the jobs from `number` on; return the first incomplete job."""
         while number in self.whole:
             yield from self.whole[number]
             number += 1
         return number
 
     def close(self, jobs: int) -> None:
-        """Record that there are no more jobs than these."""
+        """Record the number of jobs, once all are complete."""
         sync_folder(self.folder)
         (self.folder / f"complete-{jobs}").touch()
         sync_folder(self.folder)
 
 
 def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[TokenizeJob]:
-    """Yield the data in jobs of about `chunk_bytes`, from the files alone: a part of one, or several small ones."""
+    """Yield the data in jobs of about `chunk_bytes`, from the files alone: a part of a file, or several small files."""
     number, members, size, most = 0, list[tuple[int, Chunk]](), 0.0, chunk_bytes(paths)
-    whole: float
+    total: float
     for file, path in enumerate(paths):
-        whole, parts = path.stat().st_size, chunks(path, most, text_rows)
-        if path.suffix.lower() == PARQUET:  # its parts are row groups: cheap to list, and not counted in bytes
+        total, parts = path.stat().st_size, chunks(path, most, text_rows)
+        if path.suffix.lower() == PARQUET:  # its parts are row groups: cheap to list, and of unknown size in bytes
             listed = list(parts)
-            whole, parts = whole / len(listed), iter(listed)
+            total, parts = total / len(listed), iter(listed)
         for chunk in parts:
-            part = chunk.end - chunk.start if _plain(path) and chunk.end is not None else whole
+            part = chunk.end - chunk.start if _plain(path) and chunk.end is not None else total
             if members and size + part > most:
                 yield TokenizeJob(number, tuple(members), size)
                 number, members, size = number + 1, [], 0.0
@@ -650,9 +650,9 @@ def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[TokenizeJob]:
 def _remaining(
     work: TokenizeWork, store: ShardStore, progress: Progress, first: int, marks: Sequence[list[int]]
 ) -> Iterator[list[Path]]:
-    """Yield the shards of each job from `first` on, in order; the missing ones are made, by workers if it is much.
+    """Yield the shards of each job from `first` on, in order; make missing ones, in worker processes if there are many.
 
-    The marks are those of the files before their contents were hashed: a changed one belongs to another folder.
+    `marks` of the files are from before their contents were hashed: shards of a changed file belong to another folder.
     """
     data, number = work.config.data, first
 
@@ -686,17 +686,17 @@ def _remaining(
 
 
 class Progress:
-    """Reports the progress of some work, unless it is over soon."""
+    """Report the progress of work that takes longer than QUIET_S."""
 
     def __init__(self, say: Say, what: str, total: float) -> None:
         self.say, self.what, self.total = say, what, total
         self.rows, self.passed, self.fresh = 0, 0.0, 0.0
-        self.of_row = 0.0  # about how much of the total a row is; 0: unknown
+        self.of_row = 0.0  # approximate share of a row in `total`, in its unit; 0: unknown
         self.begun = time.monotonic()
         self.next = self.begun + QUIET_S
 
     def sized(self, listed: Iterable[TokenizeJob]) -> Iterator[TokenizeJob]:
-        """Yield the jobs, and learn from where they begin how large a row is."""
+        """Yield the jobs; estimate the size of a row from the positions at which they begin."""
         for job in listed:
             chunk = job.chunks[-1][1]
             if chunk.first > 1 and _plain(chunk.file):
@@ -704,7 +704,7 @@ class Progress:
             yield job
 
     def done(self, rows: int, size: float = 0.0, fresh: bool = True) -> None:
-        """Count so many rows more, and so much of the total; `fresh`: it took time."""
+        """Add `rows`, and `size` in the unit of the total; `fresh`: done now, not by an earlier run."""
         self.rows += rows
         self.passed += size
         self.fresh += size if fresh else 0.0
@@ -719,13 +719,13 @@ class Progress:
         self.say(text)
 
     def share(self, share: float, rows: int) -> None:
-        """Set the share of the whole work, and the rows, done until now."""
+        """Set the share of the total, and the number of rows, done so far."""
         self.done(rows - self.rows, share * self.total - self.passed)
 
 
 @contextmanager
 def locked(folder: Path, say: Say) -> Iterator[None]:
-    """Hold the folder's lock, exclusive on this machine; it ends with this process. Raises DataError for OSError."""
+    """Hold the folder's lock, exclusive on this machine, released if the process ends. Raises DataError for OSError."""
     begun, reported = time.monotonic(), False
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -745,21 +745,21 @@ def locked(folder: Path, say: Say) -> Iterator[None]:
 
 
 def cores() -> int:
-    """Return the processor cores that this process may use, by its affinity and its container's share of time."""
-    with suppress(OSError, ValueError):  # no such control group; `max`: no limit
+    """Return the number of CPU cores that this process may use, by its affinity and its container's quota."""
+    with suppress(OSError, ValueError):  # no such control group, or `max`: no limit
         quota, period = map(int, CPU_SHARE.read_text().split())
         return max(1, min(len(os.sched_getaffinity(0)), -(-quota // period)))
     return len(os.sched_getaffinity(0))
 
 
-# --- Bad rows that are set aside instead of stopping the run: each is named, and never more than the run allows.
+# --- Bad rows that are set aside instead of stopping the run: each is listed, and their share is limited.
 
-EARLY_rows = 10_000  # read before the share is checked for the first time, unless the data has fewer
+EARLY_rows = 10_000  # rows read before the first check of the share, unless the data has fewer
 NAMED = 3
 
 
 def check_bad_share(refused: Sequence[BadRow], rows: int, most: float) -> None:
-    """Raise DataError if more than the share `most` of so many rows are bad."""
+    """Raise DataError if the share of bad rows exceeds `most`."""
     if len(refused) > most * rows:
         named = "; ".join(f"{where}: {error.found}" for where, error in refused[:NAMED])
         asked = f"at most {most:.4g} of the rows bad (data.most_bad)"
@@ -767,7 +767,7 @@ def check_bad_share(refused: Sequence[BadRow], rows: int, most: float) -> None:
 
 
 def append_bad_rows(path: Path, refused: Iterable[BadRow]) -> None:
-    """Append a line of JSON a row to a file (quarantine.jsonl); several processes may."""
+    """Append a line of JSON per row to a file (quarantine.jsonl); safe for several processes."""
     for where, error in refused:
         line = json.dumps({"file": str(where.file), "line": where.line, "reason": error.found}, ensure_ascii=False)
         with open_to_append(path) as file:  # one call a line: the lines of two processes do not mix

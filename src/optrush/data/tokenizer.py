@@ -1,4 +1,4 @@
-"""Open the tokenizer of a run: the model's own, with special tokens added and its chat template or the one given."""
+"""Open the tokenizer of a run: the model's, or a configured one, with added special tokens and chat template."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ CHATML = (
 _ASKED = Message("user", "a"), Message("assistant", "b")
 _CALLED = {"type": "function", "function": {"name": "f", "arguments": {"c": "d"}}}
 _TOOL = {"type": "function", "function": {"name": "f", "description": "e", "parameters": {"type": "object"}}}
-PROBES = (  # conversations that show what ends an answer
+PROBES = (  # conversations that reveal the tokens that end an answer
     Chat(_ASKED), Chat((Message("system", "c"), *_ASKED)),
     Chat((_ASKED[0], Message("assistant", "", calls=(_CALLED,))), tools=(_TOOL,)),
 )  # fmt: skip
-AROUND = ("{}", "a{}b", "a {} b\n")  # texts in which an added token must come out as it went in
+AROUND = ("{}", "a{}b", "a {} b\n")  # texts in which an added token must survive encoding and decoding
 
 
 def open_tokens(config: Config, folder: Path | None, today: datetime.date | None = None) -> Tokens | None:
-    """Return the model's tokenizer, as the run changes it, with its chat template; None for a shape without one.
+    """Return the tokenizer with the run's added tokens and chat template; None for a model shape without one.
 
     Raises:
         ConfigError: no such template, or tokens that cannot be added.
-        NeedsError: no tokenizer there.
+        NeedsError: the folder has no tokenizer.
     """
     base = folder
     if config.model.tokenizer is not None:
@@ -69,7 +69,7 @@ def open_tokens(config: Config, folder: Path | None, today: datetime.date | None
     if folder is None:
         return None
     if config.data.random is not None and not config.model.add_tokens and not (folder / "tokenizer.json").exists():
-        return None  # random tokens need none
+        return None  # random tokens need no tokenizer
     tokenizer = open_tokenizer(folder)
     if config.model.add_tokens:
         add_tokens(tokenizer, config.model.add_tokens)
@@ -83,7 +83,7 @@ def open_tokens(config: Config, folder: Path | None, today: datetime.date | None
 
 
 def image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageReader | DataError:
-    """Return what reads the images of rows, or the error of rows that have some."""
+    """Return the reader of the rows' images, or the error for rows with images."""
     known = base is not None and (base / "config.json").is_file()
     hf = read_config_json(base / "config.json") if base is not None and known else None
     if (error := obstacle(config, base, hf)) is not None:
@@ -108,7 +108,7 @@ def image_reader(config: Config, base: Path | None, tokenizer: Any) -> ImageRead
 
 
 def _image_tokens(folder: Path, hf: Any, spec: TowerSpec, tokenizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the id of a placeholder, and of the marks that are written besides placeholders."""
+    """Yield the name and id of the image placeholder, then of the marks that are written around placeholders."""
     name = "image_token_id" if "image_token_id" in hf or "image_token_index" not in hf else "image_token_index"
     yield f"{name} of config.json:", image_token(hf)
     if spec.frame == "rows":
@@ -123,9 +123,9 @@ def _image_tokens(folder: Path, hf: Any, spec: TowerSpec, tokenizer: Any) -> Ite
 
 
 def settle_images(tokens: Tokens | None, techniques: Sequence[Technique], layout: RowLayout) -> ImageReader | None:
-    """Return what reads the images of rows, if the techniques and the layout of a run take them; else they are refused.
+    """Return the image reader if the techniques and the layout support images; else rows with images become errors.
 
-    Ranks may have rows of their own, and shards of the decoder; each has the whole tower, which needs no collective.
+    Ranks may have different rows, and shards of the decoder; each has the full tower, which needs no collective.
     """
     if tokens is None or not isinstance(tokens.images, ImageReader):
         return None
@@ -141,10 +141,10 @@ def settle_images(tokens: Tokens | None, techniques: Sequence[Technique], layout
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """Return transformers' tokenizer of a folder.
+    """Return the transformers tokenizer of a folder.
 
     Raises:
-        NeedsError: there is none, a package that reads it is missing, or config.json beside it is not read.
+        NeedsError: there is none, a package that reads it is missing, or its config.json is invalid.
     """
     asked = f"the tokenizer of {folder}"
     check_model_files(folder, ["config.json", *PATTERNS])
@@ -154,7 +154,7 @@ def open_tokenizer(folder: Path) -> Any:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of its files: what is wrong in them decides the class of the exception
+    except Exception as error:  # any class: it depends on the error in the files
         if (wrong := _config_error(folder)) is not None:
             raise NeedsError(f"{folder / 'config.json'}", reason(wrong), "fix that in config.json") from None
         pieces = [file.name for file in folder.glob("*.model") if read_file(file)[:1] == b"\n"]  # a protobuf message
@@ -172,7 +172,7 @@ def open_tokenizer(folder: Path) -> Any:
 
 @cache
 def _check_reading(folder: Path, marks: object) -> None:
-    """Raise NeedsError for a tokenizer that takes too much memory or time; once for the same files.
+    """Raise NeedsError for a tokenizer that takes too much memory or time; cached by folder and marks.
 
     Args:
         marks: numbers that change with the files.
@@ -189,21 +189,21 @@ def _check_reading(folder: Path, marks: object) -> None:
             ) as reader:
                 if found := next(reader):
                     raise NeedsError(asked, found, do)
-    except (json.JSONDecodeError, UnicodeDecodeError):  # so it is when it is opened
+    except (json.JSONDecodeError, UnicodeDecodeError):  # opening it raises the same error
         pass
     except ValueError as error:
         raise NeedsError(asked, f"{error}", do) from None
 
 
 def _config_error(folder: Path) -> Exception | None:
-    """Return the error of reading config.json, which transformers reads first for a tokenizer; None: there is none."""
+    """Return the error of reading config.json, which transformers reads before a tokenizer; None if it is valid."""
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         return None
     try:
         AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # checks that the families define themselves are of many classes
+    except Exception as error:  # model families raise errors of many classes
         return error
     return None
 
@@ -211,8 +211,8 @@ def _config_error(folder: Path) -> Exception | None:
 def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
     """Add special tokens to a tokenizer; return the new ones in the order of their ids.
 
-    One that it had and that was not special is from now on, under its id. Raises ConfigError for one that is a word of
-    its vocabulary, or that it does not read back as one token.
+    An added token that was not special becomes special and keeps its id. Raises ConfigError for a token that is a word
+    of the vocabulary, or that does not encode to one token and decode to itself.
     """
     from tokenizers import AddedToken
 
@@ -231,11 +231,11 @@ def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
         given.append(AddedToken(str(old), special=True, **ways))
     tokenizer.add_tokens(given, special_tokens=True)
     for token in tokens:
-        own = tokenizer.convert_tokens_to_ids(token)
+        id_ = tokenizer.convert_tokens_to_ids(token)
         for around in AROUND:
             with tokenizing(around.format(token)):
                 ids = tokenizer.encode(around.format(token), add_special_tokens=False)
-            if ids.count(own) != 1 or tokenizer.decode([own]) != token:
+            if ids.count(id_) != 1 or tokenizer.decode([id_]) != token:
                 found = f"the tokenizer reads {around.format(token)!r} as {tokenizer.convert_ids_to_tokens(ids)}"
                 do = "use another, or a tokenizer that keeps special tokens whole (split_special_tokens: false)"
                 raise ConfigError(f"`model.add_tokens`: {token!r}", found, do)
@@ -243,31 +243,31 @@ def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _refuse_moved(folder: Path, tokenizer: Any, tokens: tuple[str, ...]) -> None:
-    """Raise NeedsError for an added token that has another id once the tokenizer's files are written and read."""
+    """Raise NeedsError if an added token's id changes when the tokenizer is saved and loaded."""
     with TemporaryDirectory() as made:
         copy_tokenizer(folder, Path(made), tokenizer, tokens)
         again = open_tokenizer(Path(made))
     for token in tokens:
-        own, there = tokenizer.convert_tokens_to_ids(token), again.convert_tokens_to_ids(token)
-        if own != there:
-            found = f"its id is {own} in training but {there} in the exported tokenizer"
+        before, after = tokenizer.convert_tokens_to_ids(token), again.convert_tokens_to_ids(token)
+        if before != after:
+            found = f"its id is {before} in training but {after} in the exported tokenizer"
             raise NeedsError(f"`model.add_tokens`: {token!r}", found, "save the tokenizer with transformers 5 first")
 
 
 def turn_ends(tokenizer: Any) -> list[int]:
-    """Return the ids that end an answer or a call under the tokenizer's template; none if they are unknown."""
+    """Return the ids that end an answer or a tool call in the tokenizer's template; empty if unknown."""
     ends: list[int] = []
     with suppress(UserError):
         tokens = Tokens(tokenizer)
         for chat in PROBES:
-            with suppress(DataError):  # a template may refuse a system turn, or require one; many know no calls
+            with suppress(DataError):  # a template may reject a system turn, or require one; many have no tool calls
                 (span,) = tokens.spans(chat, [len(chat.messages) - 1], TEMPLATE, steady=False)[1]
                 ends += [int(tokenizer.convert_tokens_to_ids(stop)) for stop in span.stops[:1]]
     return list(dict.fromkeys(ends))
 
 
 def answer_ends(tokenizer: Any, known: Any) -> list[int]:
-    """Return the ids at which generation stops: `known`, the tokenizer's end of text, the template's of an answer.
+    """Return the ids that stop generation: `known`, the tokenizer's end of text, the template's ends of an answer.
 
     Args:
         known: `eos_token_id` of the model's generation config: an id, a list or None.
@@ -278,7 +278,7 @@ def answer_ends(tokenizer: Any, known: Any) -> list[int]:
 
 
 def _template(given: str, tokenizer: Any) -> str:
-    """Return the source of the template that a run names: a file's, or ChatML if `chatml` is no file."""
+    """Return the source of the configured template: the file's text, or ChatML for `chatml` if no such file exists."""
     path, asked = Path(given), f"`model.chat_template: {given}`"
     if path.is_dir() or not path.exists():
         if given == "chatml":
@@ -291,10 +291,10 @@ def _template(given: str, tokenizer: Any) -> str:
 
 
 def chatml_keys(folder: Path) -> dict[str, Any]:
-    """Return the keys of `model` that give it ChatML; none if the folder's tokenizer has a chat template.
+    """Return the keys of `model` that set up ChatML; empty if the folder's tokenizer has a chat template.
 
     Raises:
-        NeedsError: as `open_tokenizer`.
+        NeedsError: like `open_tokenizer`.
     """
     tokenizer = open_tokenizer(folder)
     if tokenizer.chat_template:
@@ -304,13 +304,13 @@ def chatml_keys(folder: Path) -> dict[str, Any]:
 
 
 def _lacking(tokenizer: Any) -> list[str]:
-    """Return the special tokens of ChatML that a tokenizer has not."""
+    """Return the special tokens of ChatML that a tokenizer lacks."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     return [token for token in (START, END) if token not in added]
 
 
 def _chatml(tokenizer: Any) -> str:
-    """Return ChatML, with the begin-of-text token before it if the tokenizer writes one before every text."""
+    """Return ChatML, after the begin-of-text token if the tokenizer puts one before every text."""
     if lacking := _lacking(tokenizer):
         found = f"the tokenizer has no special token {' and no '.join(lacking)}"
         do = f'add them: add_tokens: ["{START}", "{END}"] under model'

@@ -1,10 +1,10 @@
-"""Encode texts word by word, as byte-level tokenizers do: a word's ids are looked up, and made once by the engine.
+"""Encode texts word by word, like byte-level tokenizers: a word's ids are looked up, and computed once by the engine.
 
-Such an engine splits a text at its added tokens, splits the rest by regular expressions, and merges the bytes of each
-word alone. So a word has the same ids everywhere. Python's own expressions split here; that takes a quarter of the
-engine's time. Only texts of CHARACTERS are split so: all versions of Unicode agree on their classes. Any other text is
-left to the engine, and so is a tokenizer with rules that are not known here. Both are compared on random texts before
-the first use, and on the first texts of the data.
+Such an engine splits a text at added tokens, splits the rest by regular expressions, and merges the bytes of each word
+independently. So a word has the same ids everywhere. Here Python's `re` does the splitting, in a quarter of the
+engine's time. It handles only texts of CHARACTERS, on whose classes all versions of Unicode agree. The engine encodes
+all other texts, and every text if the tokenizer has unsupported rules. The results are compared with the engine's on
+random texts before the first use, and on the first texts of the data.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CHARACTERS = "\t\n\r" + "".join(map(chr, (*range(32, 127), *range(160, 256)))) + "–—‘’“”•…€−"
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's own rule
-MOST_WORDS, LONGEST_WORD = 1 << 17, 64  # in memory; characters of one
-FIRST_TEXTS = 64  # of the data, that are compared with the engine
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's default rule
+MOST_WORDS, LONGEST_WORD = 1 << 17, 64  # number of words in memory; characters per word
+FIRST_TEXTS = 64  # texts of the data that are compared with the engine
 PROBES, PROBE_chars = 1000, 24
-# The characters that texts of a byte-level vocabulary have in place of bytes: printable ones stand for themselves.
+# The characters that replace bytes in a byte-level vocabulary: printable ones stay.
 PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 BYTES = dict(zip([b for b in range(256) if b not in PRINTABLE], range(256, 512)))
 
@@ -34,12 +34,12 @@ Split = Callable[[str], Iterable[str]]
 
 
 def byte_level(text: str) -> str:
-    """Return a text as a byte-level vocabulary writes it: a character for each byte."""
+    """Return a text in the alphabet of a byte-level vocabulary: one character per byte."""
     return text.encode().decode("latin-1").translate(BYTES)
 
 
 class _Ids(dict[str, Sequence[int]]):
-    """The ids of each word, and of each added token."""
+    """The ids of each word and each added token."""
 
     def __init__(self, engine: Tokenizer, added: dict[str, Sequence[int]]) -> None:
         super().__init__(added)
@@ -56,7 +56,7 @@ class _Ids(dict[str, Sequence[int]]):
 
 
 class Words:
-    """The words of an engine. `source` is the engine's JSON; raises ValueError for rules that are not known here."""
+    """The words of an engine. `source` is the engine's JSON; raises ValueError for unsupported rules."""
 
     def __init__(self, engine: Tokenizer, source: dict[str, Any]) -> None:
         model, normalizer = source["model"], source["normalizer"] or {"type": "NFC"}  # which changes no CHARACTERS
@@ -84,7 +84,7 @@ class Words:
                 raise ValueError(f"other ids of {text!r}")
 
     def encode(self, text: str) -> list[int] | None:
-        """Return a text's ids without special tokens around it; None: the engine must encode it."""
+        """Return a text's ids, without special tokens around it; None if the engine must encode it."""
         if self._unsure < 0 or self._other.search(text):
             return None
         ids = self._encode(text)
@@ -109,7 +109,7 @@ class Words:
 
 
 def _rules(source: dict[str, Any]) -> list[str]:
-    """Return the expressions that split a text, one after the other; raises ValueError for other ways of splitting."""
+    """Return the expressions that split a text, in order; raises ValueError for other kinds of splitting."""
     *steps, last = source.get("pretokenizers", [source])
     if last.get("type") != "ByteLevel" or last["add_prefix_space"] or not (steps or last["use_regex"]):
         raise ValueError("not a byte-level tokenizer, or without words")
@@ -125,11 +125,11 @@ def _rules(source: dict[str, Any]) -> list[str]:
 
 
 def _splitter(rule: str) -> Split:
-    """Return a function that splits a text into matches of the rule and the text between them."""
+    """Return a function that splits a text into the matches of a rule and the text between them."""
     inside, parts = False, list[str]()
     if "&&" in rule or re.search(r"\[\^?\[|\[:", rule):
         raise ValueError("classes in a class")
-    if re.search(r"\{[\d,]+\}[+?]", rule):  # a repeated count there, of a possessive or lazy one here
+    if re.search(r"\{[\d,]+\}[+?]", rule):  # a repeated count in the engine, a possessive or lazy one in `re`
         raise ValueError("a count with a sign")
     for match in re.finditer(r"\\([pP])\{(\w+)\}|\\.|.", rule, re.DOTALL):
         text = match[0]
@@ -143,26 +143,26 @@ def _splitter(rule: str) -> Split:
             inside = text == "[" or (inside and text != "]")
         parts.append(text)
     try:
-        found = re.compile(f"({''.join(parts)})")
+        pattern = re.compile(f"({''.join(parts)})")
     except (re.error, FutureWarning) as error:
         raise ValueError(f"a rule {rule}") from error
-    if found.groups > 1:
+    if pattern.groups > 1:
         raise ValueError("a group")
-    # There is no text between matches if the rule takes any character, tried at each.
-    whole = all(sum(map(len, found.findall(a + b))) == 2 for a, b in pairwise(CHARACTERS + CHARACTERS[::-1]))
-    return found.findall if whole else lambda text: filter(None, found.split(text))
+    # If the rule matches every character, checked for each, no text is left between matches.
+    complete = all(sum(map(len, pattern.findall(a + b))) == 2 for a, b in pairwise(CHARACTERS + CHARACTERS[::-1]))
+    return pattern.findall if complete else lambda text: filter(None, pattern.split(text))
 
 
 # --- Facts about tokens in an engine's JSON.
 
-LOSS = 1 << 40  # the width in bytes of the token that stands for bytes without one
-WRITTEN = "LNPS"  # classes of characters that say something: letters, numbers, punctuation, symbols
+LOSS = 1 << 40  # the width in bytes of the unknown token
+WRITTEN = "LNPS"  # classes of visible characters: letters, numbers, punctuation, symbols
 
 
 def widths(source: dict[str, Any]) -> np.ndarray | None:
-    """Return how many bytes of a text each token covers, (V,); None if tokens are not made of its own bytes.
+    """Return the number of bytes of text that each token covers, (V,); None if tokens do not consist of its bytes.
 
-    Texts are then tokenised without offsets, which takes a quarter less time. `source` is the engine's JSON.
+    With these, texts are tokenized without offsets, which saves a quarter of the time. `source` is the engine's JSON.
     """
     *splits, level = (source["pre_tokenizer"] or {}).get("pretokenizers", [source["pre_tokenizer"] or {"type": ""}])
     plain = level["type"] == "ByteLevel" and not level["add_prefix_space"]
@@ -170,18 +170,18 @@ def widths(source: dict[str, Any]) -> np.ndarray | None:
     words = source["model"]["vocab"] if plain and composes(source) is not None else {}
     if not words:
         return None
-    found = np.zeros(1 + max([*words.values(), *(token["id"] for token in source["added_tokens"])]), np.int64)
-    found[list(words.values())] = list(map(len, words))  # a character a byte
+    result = np.zeros(1 + max([*words.values(), *(token["id"] for token in source["added_tokens"])]), np.int64)
+    result[list(words.values())] = list(map(len, words))  # one character per byte
     for token in source["added_tokens"]:
-        found[token["id"]] = len(token["content"].encode())
+        result[token["id"]] = len(token["content"].encode())
     unknown = unknown_id(source)
     if unknown is not None and unknown >= 0:
-        found[unknown] = LOSS  # so that the widths of a text with a lost byte never sum up to its length
-    return found
+        result[unknown] = LOSS  # so that the widths never add up to the length of a text with a lost byte
+    return result
 
 
 class Held(dict[str, bool]):
-    """Whether an engine that leaves characters out has tokens for one, or it is none that is written."""
+    """Whether an engine that drops characters has tokens for a character, or the character is invisible."""
 
     def __init__(self, engine: Tokenizer, by_bytes: bool) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Held(dict[str, bool]):
 
 
 def unknown_id(source: dict[str, Any]) -> int | None:
-    """Return the id that stands for characters without a token, -1 if they vanish; None: each has tokens, of its bytes.
+    """Return the id for characters without a token, -1 if they are dropped; None if bytes encode every character.
 
     `source` is the engine's JSON.
     """
@@ -208,13 +208,13 @@ def unknown_id(source: dict[str, Any]) -> int | None:
     vocab = model["vocab"]
     ids: dict[str, int] = vocab if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
     if any(step.get("type") == "ByteLevel" for step in steps.get("pretokenizers", [steps])):
-        whole = ids.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+        complete = ids.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
     else:
-        whole = bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in ids for byte in range(256))
+        complete = bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in ids for byte in range(256))
     unknown = model["unk_id"] if model.get("unk_id") is not None else ids.get(model.get("unk_token") or "", -1)
-    return None if whole else int(unknown)
+    return None if complete else int(unknown)
 
 
 def composes(source: dict[str, Any]) -> bool | None:
-    """Return whether an engine writes characters in their composed form (NFC) first; None if it changes others."""
+    """Return whether an engine normalizes texts to their composed form (NFC); None if it normalizes otherwise."""
     return {None: False, "NFC": True}.get((source["normalizer"] or {"type": None})["type"])

@@ -1,4 +1,4 @@
-"""Objectives: which tokens are targets, which layouts of rows are valid, and the next-token loss.
+"""Objectives: the target tokens, the valid layouts of rows, and the next-token loss.
 
 Each preference objective is a file of its name with the loss `score`; pairs.py has shared code.
 """
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from optrush.data.batch import Batch
     from optrush.data.packing import RowLayout
 
-# Metrics of preferences in addition to their loss, means over pairs: names of metrics.jsonl (docs/dpo.md).
+# Metrics of preference objectives besides the loss, means over pairs: names in metrics.jsonl (docs/dpo.md).
 FIGURES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin")
-JUDGEMENTS = ("kl", "reward_accuracy", "reward_margin")  # of judged answers, means over them (docs/kto.md)
-LESSONS = ("kl", "next_token_loss")  # of distillation, means over target tokens (docs/distill.md)
-# Of sampled answers, means over their tokens, and the largest of all (docs/grpo.md).
+JUDGEMENTS = ("kl", "reward_accuracy", "reward_margin")  # for labelled answers, means over answers (docs/kto.md)
+LESSONS = ("kl", "next_token_loss")  # for distillation, means over target tokens (docs/distill.md)
+# For sampled answers, means over their tokens, and one maximum (docs/grpo.md).
 SAMPLED = ("ratio", "clipped", "kl", "logp_difference_mean", "logp_difference_max")
 ALL_FIGURES = tuple(dict.fromkeys((*FIGURES, *JUDGEMENTS, *LESSONS, *SAMPLED)))
 
 
 def figures(config: Config) -> tuple[str, ...]:
-    """Return the names of the objective's other metrics."""
+    """Return the names of the objective's metrics besides the loss."""
     if config.loss is not None:
         return figures_of(config.loss)
     of = {JUDGED: JUDGEMENTS, "distill": LESSONS, "grpo": SAMPLED}
@@ -46,10 +46,10 @@ def unit(config: Config) -> str:
 
 
 def learnt(config: Config) -> str:
-    """Return which tokens of a conversation are targets: in pre-training all, in fine-tuning `data.train_on`.
+    """Return the target tokens of a conversation: `all` in pretraining, `data.train_on` in fine-tuning.
 
-    `each` is one document per answer, with only that answer as target (`data.split_turns`); `each-answer` the
-    same without its thoughts.
+    `each` makes one document per answer, with only that answer as target (`data.split_turns`); `each-answer` also
+    excludes its thoughts.
     """
     if config.data.split_turns:
         return "each-answer" if config.data.train_on == "answer" else "each"
@@ -57,7 +57,7 @@ def learnt(config: Config) -> str:
 
 
 def check_layout(config: Config, layout: RowLayout) -> None:
-    """Check that the objective can be trained on these rows.
+    """Raise an error if the objective cannot be trained on these rows.
 
     Raises:
         ConfigError: pairs, or stored teacher tokens, in rows that split documents.
@@ -72,10 +72,10 @@ def check_layout(config: Config, layout: RowLayout) -> None:
 
 
 def loss_of(config: Config, head: nn.Module, metrics: Mapping[str, Tensor]) -> Callable[[Tensor, Batch], Tensor]:
-    """Return the objective's loss of hidden states (B, T, D) and their batch, a sum over the batch's terms.
+    """Return the objective's loss function: hidden states (B, T, D), batch -> the sum over the batch's terms.
 
     Args:
-        metrics: a tensor per name of `figures`; sums are added to it.
+        metrics: a tensor per name of `figures`, to which the loss adds sums.
     """
     if config.loss is not None:
         return plugged_loss(config.loss, head, metrics)
@@ -86,10 +86,10 @@ def loss_of(config: Config, head: nn.Module, metrics: Mapping[str, Tensor]) -> C
 
 
 def next_token(head: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-    """Compute the summed cross-entropy of the batch's targets, times their weights: hidden (B, T, D) -> () float32.
+    """Return the summed cross-entropy of the batch's targets, times their weights: hidden (B, T, D) -> () float32.
 
-    Pretrain and sft share it: they differ in their targets only. The head is called, its weight never read: under
-    sharding only its forward has the full weight.
+    The loss of pretrain and sft, which differ only in their targets. Calls the head and never reads its weight: with
+    sharding, only its forward has the full weight.
     """
     if (weights := batch.extra.get("weights")) is not None:
         weighted: Tensor = head(hidden, batch.labels, reduce="none") * weights

@@ -1,4 +1,4 @@
-"""Direct preference optimization: raise the likelihood of the chosen one of two answers to a prompt.
+"""Direct preference optimization: raise the likelihood of the chosen answer over the rejected one.
 
 With log-probabilities summed over a document's targets, and the untrained model as the reference:
 
@@ -33,9 +33,9 @@ Untrained = Callable[[], AbstractContextManager[None]]
 
 
 def score(head: nn.Module, settings: Dpo, figures: Mapping[str, Tensor], hidden: Tensor, batch: Batch) -> Tensor:
-    """Compute the summed loss of the batch's pairs: hidden (B, T, D) -> () float32.
+    """Return the summed loss of the batch's pairs: hidden (B, T, D) -> () float32.
 
-    figures: a () tensor per name of FIGURES; the batch's sum is added.
+    figures: a () tensor per name of FIGURES, to which the batch's sum is added.
     """
     ratios = log_probabilities(head, hidden, batch) - batch.extra["reference"]  # (B, P, 2)
     chosen, rejected = ratios.unbind(-1)  # (B, P)
@@ -51,10 +51,10 @@ def score(head: nn.Module, settings: Dpo, figures: Mapping[str, Tensor], hidden:
 
 
 def by_adapter(settings: Dpo | Kto, untrained: Untrained | None) -> bool:
-    """Return whether the reference is the model itself with its adapters disabled, run in every step.
+    """Return whether the reference is the model with adapters disabled, run in every step.
 
     Raises:
-        NeedsError: the configuration requires it, but there is no adapter to disable.
+        NeedsError: the configuration requires this, but there is no adapter to disable.
     """
     if settings.reference == "adapter" and untrained is None:
         found = "no adapter to disable: whole weights are trained, or the adapter uses save or init"
@@ -67,7 +67,7 @@ def by_adapter(settings: Dpo | Kto, untrained: Untrained | None) -> bool:
 def loss_with_reference(
     plain: Callable[[Batch], Tensor], model: nn.Module, untrained: Untrained, batch: Batch
 ) -> Tensor:
-    """Compute `plain` of the batch with its reference, from a forward pass of the untrained model without dropout."""
+    """Return `plain` of the batch with its reference, from a forward pass of the untrained model without dropout."""
     head, training = model.head, model.training
     assert isinstance(head, nn.Module)
     model.eval()

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: learn from single answers that were judged good or bad, without pairs.
+"""Kahneman-Tversky optimization: learn from single answers labelled good or bad, without pairs.
 
 With log-probabilities summed over a document's targets, and the untrained model as the reference:
 
@@ -7,11 +7,11 @@ With log-probabilities summed over a document's targets, and the untrained model
     good        w_good (1 - s(beta (r - z)))
     bad         w_bad (1 - s(beta (z - r)))
 
-s is the logistic function. A mismatched document is a prompt with the answer of another row (data/dataset.py); the
-mean is over one rank's micro-batch.
+s is the logistic function. A mismatched document is a prompt with another row's answer (data/samples.py); the mean is
+over one rank's micro-batch.
 Source: Ethayarajh et al., https://arxiv.org/abs/2402.01306, equations 7 and 8.
-Differs from TRL: each row has its mismatched answer from anywhere in the data, where TRL has it from the same
-micro-batch; and z is not averaged over ranks.
+Differs from TRL: the mismatched answer comes from anywhere in the data, in TRL from the same micro-batch; z is not
+averaged over ranks.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from optrush.objectives.pairs import log_probabilities
 
 
 def score(head: nn.Module, settings: Kto, metrics: Mapping[str, Tensor], hidden: Tensor, batch: Batch) -> Tensor:
-    """Compute the summed loss of the batch's answers: hidden (B, T, D) -> () float32.
+    """Return the summed loss of the batch's answers: hidden (B, T, D) -> () float32.
 
-    metrics: a () tensor per name of JUDGEMENTS; the batch's sum is added.
+    metrics: a () tensor per name of JUDGEMENTS, to which the batch's sum is added.
     """
-    there, good = batch.extra["pairs"], batch.extra["desirable"]  # (B, P)
+    present, good = batch.extra["pairs"], batch.extra["desirable"]  # (B, P)
     ratios = log_probabilities(head, hidden, batch) - batch.extra["reference"]  # (B, P, 2)
-    own, mismatched = ratios.unbind(-1)  # (B, P)
-    many = there.sum()
-    z = (torch.where(there, mismatched.detach(), 0).sum() / many.clamp_min(1)).clamp_min(0)
-    gain = settings.beta * torch.where(good, own - z, z - own)
+    answers, mismatched = ratios.unbind(-1)  # (B, P)
+    many = present.sum()
+    z = (torch.where(present, mismatched.detach(), 0).sum() / many.clamp_min(1)).clamp_min(0)
+    gain = settings.beta * torch.where(good, answers - z, z - answers)
     weights = torch.where(good, settings.desirable_weight, settings.undesirable_weight)
     for name, values in (("reward_accuracy", gain.detach() > 0), ("reward_margin", gain.detach())):
-        metrics[name].add_(torch.where(there, values, 0).sum())
+        metrics[name].add_(torch.where(present, values, 0).sum())
     metrics["kl"].add_(z * many)
-    return torch.where(there, weights * torch.sigmoid(-gain), 0).sum()
+    return torch.where(present, weights * torch.sigmoid(-gain), 0).sum()

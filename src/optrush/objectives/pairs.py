@@ -16,28 +16,28 @@ from optrush.objectives import FIGURES
 
 
 def log_probabilities(head: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-    """Sum log-probabilities over targets of each pair's documents: hidden (B, T, D) -> (B, P, 2) float32, 0 if absent.
+    """Return log-probabilities summed over each document's targets: hidden (B, T, D) -> (B, P, 2) float32, 0 if absent.
 
-    The head is called, its weight never read: under sharding only its forward has the full weight.
+    Calls the head and never reads its weight: with sharding, only its forward has the full weight.
     """
     losses: Tensor = head(hidden, batch.labels, reduce="token")  # (B, T)
     return by_document(-losses, batch)
 
 
 def by_document(values: Tensor, batch: Batch) -> Tensor:
-    """Sum over documents: (B, T) -> (B, P, 2). Padding, the last document of a row, has zeros only."""
+    """Return the sums over documents: (B, T) -> (B, P, 2). Padding, the last document of a row, must be 0."""
     B, P = batch.extra["pairs"].shape
     slots = batch.documents.ids.long().clamp(max=2 * P - 1)
     return values.new_zeros(B, 2 * P).scatter_add(1, slots, values).view(B, P, 2)
 
 
 def target_counts(batch: Batch) -> Tensor:
-    """Count the targets of each pair's documents: (B, P, 2) float32, at least 1 to be divided by."""
+    """Return the number of targets of each pair's documents: (B, P, 2) float32, at least 1, for divisions."""
     return by_document((batch.labels != IGNORE).float(), batch).clamp_min(1)
 
 
 def add_rewards(figures: Mapping[str, Tensor], rewards: Tensor, batch: Batch) -> None:
-    """Add the sums over the batch's pairs to figures, of each of FIGURES a () tensor: rewards (B, P, 2)."""
+    """Add the sums over the batch's pairs to `figures`, a () tensor per name of FIGURES: rewards (B, P, 2)."""
     first, second = rewards.detach().unbind(-1)  # (B, P)
     values_of = (first, second, first > second, first - second)
     for name, values in zip(FIGURES, values_of, strict=True):

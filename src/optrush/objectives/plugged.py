@@ -1,7 +1,7 @@
-"""Find users' losses, objectives and optimizers by name, call them, and name them in errors.
+"""Find users' losses, objectives, rewards and optimizers by name, call them, and name them in errors.
 
-A name is an entry point of a package (`GROUPS`), or `FILE.py:NAME`, or `MODULE:NAME` (docs/python.md). An object
-passed to the functions of `optrush` also gets such a name, so that a ladder's processes find it.
+A name is an entry point of a package (`GROUPS`), `FILE.py:NAME`, or `MODULE:NAME` (docs/python.md). An object passed to
+the functions of `optrush` also gets such a name, so that a ladder's processes can import it.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ GROUPS: dict[Kind, tuple[str, ...]] = {
 }  # fmt: skip
 HERE = "python:"  # prefix of objects that other processes cannot import
 _given: dict[str, Any] = {}  # objects passed by a program, by name
-_files: dict[str, str] = {}  # file -> description of the found objects
-_importing: list[str] = []  # descriptions of running imports
+_files: dict[str, str] = {}  # file -> description of the object loaded from it
+_importing: list[str] = []  # descriptions of the objects being imported
 
 
 def find(kind: Kind, use: str) -> Any:
-    """Return the object of a name.
+    """Return the object with a name.
 
     Raises:
-        ConfigError: nothing has that name, or its module cannot be imported.
+        ConfigError: no such object, or its module cannot be imported.
     """
     what = f"the {kind} `{use}`"
-    found = _given[use] if use in _given else _load(kind, use, what)
-    if not callable(found):
-        raise ConfigError(what, f"{type(found).__name__}, which cannot be called", "name a function or a class")
-    with_code = inspect.unwrap(getattr(found, "func", found))
+    target = _given[use] if use in _given else _load(kind, use, what)
+    if not callable(target):
+        raise ConfigError(what, f"{type(target).__name__}, which cannot be called", "name a function or a class")
+    with_code = inspect.unwrap(getattr(target, "func", target))
     with_code = with_code if inspect.isclass(with_code) or hasattr(with_code, "__code__") else type(with_code)
     module = sys.modules.get(getattr(with_code, "__module__", ""))
     file = getattr(getattr(with_code, "__code__", None), "co_filename", None) or getattr(module, "__file__", None)
     _files[str(file)] = what
-    return found
+    return target
 
 
 def entry_names(kind: Kind) -> dict[str, str]:
@@ -88,8 +88,8 @@ def _load(kind: Kind, use: str, what: str) -> Any:
     try:
         return reduce(getattr, name.split("."), module)
     except AttributeError:
-        there = ", ".join(n for n, value in vars(module).items() if callable(value) and n[0] != "_") or "nothing"
-        raise ConfigError(what, f"{place} has no `{name}`; it has {one_line(there)}", "name one of these") from None
+        names = ", ".join(n for n, value in vars(module).items() if callable(value) and n[0] != "_") or "nothing"
+        raise ConfigError(what, f"{place} has no `{name}`; it has {one_line(names)}", "name one of these") from None
 
 
 def _file_module(path: Path, what: str) -> ModuleType:
@@ -111,21 +111,21 @@ def _file_module(path: Path, what: str) -> ModuleType:
 
 
 def refuse_while_importing(asked: str) -> None:
-    """Raise ConfigError if a plug-in's file calls `optrush` while it is imported: each import would start a run."""
+    """Raise ConfigError if a plug-in's file calls `optrush` during its import: each import would start a run."""
     if _importing:
         do = 'put the call under `if __name__ == "__main__":`'
         raise ConfigError(asked, f"called while {_importing[-1]} is imported", do)
 
 
 def named(kind: Kind, given: Any, *, elsewhere: bool = False) -> dict[str, Any]:
-    """Return `use` and `options` of an object for a configuration.
+    """Return an object's `use` and `options` for a configuration.
 
     Args:
         given: a name, a function or class, or a `partial` of one with the options as keywords.
-        elsewhere: other processes must find it.
+        elsewhere: other processes must be able to import it.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: other processes cannot import it.
     """
     options = dict(given.keywords) if isinstance(given, partial) else {}
     given = given.func if isinstance(given, partial) else given
@@ -135,10 +135,10 @@ def named(kind: Kind, given: Any, *, elsewhere: bool = False) -> dict[str, Any]:
     module = sys.modules.get(getattr(given, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     try:
-        there = file is not None and reduce(getattr, name.split("."), module) is given
+        importable = file is not None and reduce(getattr, name.split("."), module) is given
     except AttributeError:
-        there = False
-    if there and module is not None:
+        importable = False
+    if importable and module is not None:
         use = f"{module.__name__}:{name}" if "." in module.__name__ else f"{os.path.abspath(str(file))}:{name}"
     elif elsewhere:
         do = f"define it at the top level of a file, and pass {kind}='FILE.py:NAME'"
@@ -150,7 +150,7 @@ def named(kind: Kind, given: Any, *, elsewhere: bool = False) -> dict[str, Any]:
 
 
 def source_of(kind: Kind, use: str) -> str:
-    """Return the source of a named object, to detect changes on resume; its name without a source."""
+    """Return the source of a named object, to detect changes on resume; its name if there is no source."""
     try:
         return inspect.getsource(find(kind, use))
     except (OSError, TypeError):
@@ -158,30 +158,30 @@ def source_of(kind: Kind, use: str) -> str:
 
 
 def absolute_name(use: str) -> str:
-    """Return a name with the path of its file, if it has one, from the root."""
+    """Return a name with its file's absolute path, if it names a file."""
     place, _, name = use.rpartition(":")
     return f"{Path(os.path.expanduser(place)).resolve()}:{name}" if place.endswith(".py") else use
 
 
 def built(what: str, made: Callable[..., Any], options: Mapping[str, Any], *arguments: Any) -> Any:
-    """Call the found object; raise ConfigError for invalid options and for its exceptions."""
+    """Return the result of calling a user's object; raise ConfigError for invalid options and for its exceptions."""
     try:
         signature = inspect.signature(made)
         signature.bind(*arguments, **options)
     except TypeError as error:
         takes = ", ".join([*signature.parameters][len(arguments) :]) or "none"
         raise ConfigError(f"the options of {what}", one_line(str(error)), f"its options: {takes}") from None
-    except ValueError:  # a class of C without a signature
+    except ValueError:  # a class in C without a signature
         pass
     with blamed(what):
         return made(*arguments, **options)
 
 
 def plugged_loss(plugin: Plugin, head: nn.Module, metrics: Mapping[str, Tensor]) -> Callable[[Tensor, Batch], Tensor]:
-    """Return the loss of a configuration that names one: hidden (B, T, D), batch -> () float32, a sum.
+    """Return the loss that a configuration names: hidden (B, T, D), batch -> () float32, a sum.
 
     Raises:
-        ConfigError: it cannot be found, or not built with its options.
+        ConfigError: no such loss, or it cannot be built with its options.
     """
     what, score = f"the loss `{plugin.use}`", find("loss", plugin.use)
     options = dict(plugin.options)
@@ -212,7 +212,7 @@ def plugged_loss(plugin: Plugin, head: nn.Module, metrics: Mapping[str, Tensor])
 
 
 def figures_of(plugin: Plugin) -> tuple[str, ...]:
-    """Return the names of the metrics that a loss adds up: its attribute `figures`."""
+    """Return the names of a loss's metrics: its attribute `figures`."""
     return tuple(getattr(find("loss", plugin.use), "figures", ()))
 
 
@@ -223,7 +223,7 @@ def _kind(value: Any) -> str:
 
 @contextmanager
 def blamed(what: str, do: str = "fix that line; --debug shows the traceback") -> Iterator[None]:
-    """Convert exceptions of users' code to three-line errors with the line of its file.
+    """Convert exceptions of users' code to three-line errors with its file and line.
 
     Raises:
         ConfigError: before step 1 of a run. RunError: from then on.
@@ -239,7 +239,7 @@ def blamed(what: str, do: str = "fix that line; --debug shows the traceback") ->
 
 
 def blame(error: Exception) -> UserError | RunError | None:
-    """Return the error of a plug-in found in a traceback, such as its backward pass; else None."""
+    """Return the error for a plug-in in a traceback, such as from its backward pass; None if there is none."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     what = next((_files[file] for file in reversed(files) if file in _files), None)
     return None if what is None else _error(what, error, "fix that line; --debug shows the traceback")
@@ -247,11 +247,11 @@ def blame(error: Exception) -> UserError | RunError | None:
 
 def _error(what: str, error: BaseException, do: str) -> UserError | RunError:
     calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [call for call in calls if call[0].co_filename in _files]
+    plugin_calls = [call for call in calls if call[0].co_filename in _files]
     outside = [call for call in calls if f"{os.sep}optrush{os.sep}" not in call[0].co_filename]
     name, file, line = "", "", 0
-    if own or outside:
-        code, line = (own or outside)[-1]
+    if plugin_calls or outside:
+        code, line = (plugin_calls or outside)[-1]
         name, file = code.co_qualname, code.co_filename
     if isinstance(error, SyntaxError) and error.filename:
         file, line, name = error.filename, error.lineno or 0, "<module>"

@@ -1,4 +1,4 @@
-"""Reward modelling: score the chosen one of two answers higher than the rejected one.
+"""Reward modelling: score the chosen answer higher than the rejected one.
 
 With the score r of a document, the model's score head at its last token:
 
@@ -24,9 +24,9 @@ from optrush.objectives.pairs import add_rewards
 
 
 def score(head: nn.Module, settings: Reward, metrics: Mapping[str, Tensor], hidden: Tensor, batch: Batch) -> Tensor:
-    """Compute the summed loss of the batch's pairs: hidden (B, T, D) -> () float32.
+    """Return the summed loss of the batch's pairs: hidden (B, T, D) -> () float32.
 
-    metrics: a () tensor per name of FIGURES; the batch's sum is added.
+    metrics: a () tensor per name of FIGURES, to which the batch's sum is added.
     """
     assert isinstance(head, ScoreHead)
     rewards = last_scores(head(hidden, batch.labels, reduce="token"), head.pad, batch)  # (B, P, 2)
@@ -37,13 +37,13 @@ def score(head: nn.Module, settings: Reward, metrics: Mapping[str, Tensor], hidd
 
 
 def last_scores(scores: Tensor, pad: int | None, batch: Batch) -> Tensor:
-    """Select the score of each document's last token that is not `pad`: (B, T) -> (B, P, 2), 0 if absent."""
+    """Return the score of each document's last token that is not `pad`: (B, T) -> (B, P, 2), 0 if absent."""
     B, P = batch.extra["pairs"].shape
-    there = torch.ones_like(batch.tokens, dtype=torch.bool) if pad is None else batch.tokens.ne(pad)
+    counted = torch.ones_like(batch.tokens, dtype=torch.bool) if pad is None else batch.tokens.ne(pad)
     if batch.documents.filled is not None:
-        there = there & batch.documents.filled
+        counted = counted & batch.documents.filled
     places = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
     slots = batch.documents.ids.long().clamp(max=2 * P - 1)
     last = torch.zeros(B, 2 * P, dtype=torch.long, device=scores.device)
-    last = last.scatter_reduce(1, slots, torch.where(there, places, 0), "amax")  # (B, 2 P)
+    last = last.scatter_reduce(1, slots, torch.where(counted, places, 0), "amax")  # (B, 2 P)
     return torch.where(batch.extra["pairs"][..., None], scores.gather(1, last).view(B, P, 2), 0)

@@ -1,8 +1,8 @@
 """Compute rewards in worker processes: in parallel, with a time limit that also ends code in C, and bounded memory.
 
 A worker is a fresh interpreter that shares nothing with the training process: no GPU, locks or memory. It has one
-answer at a time. If a worker is late or dies, that answer has no reward, as after an exception, and it is replaced. So
-is a worker after RECYCLED answers, or once it has grown by GROWTH_bytes.
+answer at a time. If a worker is late or dies, its answer has no reward, like after an exception, and the worker is
+replaced; also after RECYCLED answers, or once its memory has grown by GROWTH_bytes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from optrush.launch import die_with_parent
 from optrush.objectives.plugged import HERE
 from optrush.objectives.rewards import Judge
 
-GRACE_S = 1.0  # after the time limits of all rewards, until a worker is killed
-READY_S = 120.0  # for a worker's imports
+GRACE_S = 1.0  # time after the limits of all rewards until a worker is killed
+READY_S = 120.0  # time limit of a worker's imports
 RECYCLED, GROWTH_bytes = 1000, 1 << 29
 LEFT_TO_PARENT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -44,7 +44,7 @@ def judge_of(settings: Grpo) -> Judge:
 
 @dataclass
 class RewardWorker:
-    """A worker process, the number of its answer (None: it is idle or starts), and when it is late."""
+    """A worker process, the number of its answer (None: idle or starting), and its deadline."""
 
     process: subprocess.Popen[bytes]
     pipe: Connection
@@ -54,40 +54,40 @@ class RewardWorker:
 
 
 class PooledJudge(Judge):
-    """The rewards of a run, computed by `count` workers; they start with the first answers and end with this object."""
+    """The rewards of a run, computed by `count` workers that start with the first answers and end with this object."""
 
     def __init__(self, rules: Sequence[RewardRule], seconds: float, count: int) -> None:
         super().__init__(rules, seconds)
         self.count, self.workers = count, list[RewardWorker]()
         self.asked = f"`grpo.reward_workers: {count}`"
-        if own := next((rule.use for rule in rules if rule.use.startswith(HERE)), None):
-            found = f"`{own}`, a function of this process, which others cannot load"
+        if local := next((rule.use for rule in rules if rule.use.startswith(HERE)), None):
+            found = f"`{local}`, a function of this process, which others cannot load"
             raise ConfigError(self.asked, found, "name it as FILE.py:FUNCTION, or set grpo.reward_workers: 0")
         self._end = weakref.finalize(self, _end, self.workers, os.getpid())
 
     def every(self, answers: Sequence[tuple[str, str, Mapping[str, Any], str]]) -> list[list[float] | None]:
-        """Return what `Judge.every` does.
+        """Implement `Judge.every`.
 
         Raises:
             ConfigError: a worker does not start.
         """
-        found: dict[int, tuple[list[float] | None, str]] = {}
+        results: dict[int, tuple[list[float] | None, str]] = {}
         todo = deque(range(len(answers)))
         try:
-            while len(found) < len(answers):
-                self._advance(answers, todo, found)
+            while len(results) < len(answers):
+                self._advance(answers, todo, results)
         except BaseException:  # results of this call must not reach the next one
             _end(self.workers)
             raise
-        ordered = [found[i] for i in range(len(answers))]
+        ordered = [results[i] for i in range(len(answers))]
         self.first_failure = self.first_failure or next((failure for _, failure in ordered if failure), "")
         return [values for values, _ in ordered]
 
     def _advance(
         self, answers: Sequence[tuple[str, str, Mapping[str, Any], str]], todo: deque[int],
-        found: dict[int, tuple[list[float] | None, str]],
+        results: dict[int, tuple[list[float] | None, str]],
     ) -> None:  # fmt: skip
-        """Send answers to idle workers, and receive the next results."""
+        """Send answers to idle workers, and add the next results to `results`."""
         while len(self.workers) < min(self.count, len(todo) + sum(w.number is not None for w in self.workers)):
             self.workers.append(_begin(self.rules, self.seconds))
         for worker in self.workers:
@@ -100,7 +100,7 @@ class PooledJudge(Judge):
             values, failure = self._result(worker, worker in late)
             if worker.number is not None:
                 where = answers[worker.number][3]
-                found[worker.number] = values, self._named(failure, where) if failure else ""
+                results[worker.number] = values, self._named(failure, where) if failure else ""
                 worker.number = None
 
     def _named(self, failure: str, where: str) -> str:
@@ -115,7 +115,7 @@ class PooledJudge(Judge):
             worker.pipe.send(answers[number])
 
     def _result(self, worker: RewardWorker, late: bool) -> tuple[list[float] | None, str]:
-        """Return an answer's values and its failure; a late, dead or used up worker is removed."""
+        """Return an answer's values and its failure; remove a late, dead or used-up worker."""
         try:
             if late:
                 raise EOFError
@@ -139,7 +139,7 @@ class PooledJudge(Judge):
 
 def _begin(rules: Sequence[RewardRule], seconds: float) -> RewardWorker:
     ours, theirs = Pipe()
-    places = [place or os.getcwd() for place in sys.path]  # not in a variable: a reward's programs would inherit it
+    places = [place or os.getcwd() for place in sys.path]  # not PYTHONPATH: a reward's subprocesses would inherit it
     with theirs:
         code = f"from {__name__} import serve; serve({theirs.fileno()}, {os.getpid()})"
         process = subprocess.Popen(
@@ -161,17 +161,17 @@ def _end(workers: list[RewardWorker], parent: int = 0) -> int:
     while workers and parent in (0, os.getpid()):
         worker = workers.pop()
         worker.pipe.close()
-        with suppress(subprocess.TimeoutExpired):  # a dead one has its own code
+        with suppress(subprocess.TimeoutExpired):  # a dead worker keeps its exit code
             worker.process.wait(0.1)
-        with suppress(ProcessLookupError):  # the group of a process that was waited for, if others are in it
+        with suppress(ProcessLookupError):  # the worker's process group, even if the worker has ended
             os.killpg(worker.process.pid, signal.SIGKILL)
         code = worker.process.wait()
     return code
 
 
 def serve(number: int, parent: int) -> None:
-    """Reward answers from a pipe until it ends."""
-    for each in LEFT_TO_PARENT:  # not SIG_IGN: a reward's programs would inherit it
+    """Compute rewards for answers from a pipe until it closes."""
+    for each in LEFT_TO_PARENT:  # not SIG_IGN: a reward's subprocesses would inherit it
         signal.signal(each, lambda *_: None)
     os.register_at_fork(after_in_child=lambda: [signal.signal(each, signal.SIG_DFL) for each in LEFT_TO_PARENT])
     die_with_parent(parent, signal.SIGKILL)

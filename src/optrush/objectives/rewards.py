@@ -1,8 +1,8 @@
 """Reward sampled answers by verifiable rules: a number, a text, a pattern, a length, a user's function.
 
-A reward is `function(answer, reference, row) -> number`: the sampled text, the row's own answer, and the row. What
-cannot be rewarded (the function raised, took too long, or gave no number) has no reward. That is counted and logged; it
-is not 0.
+A reward is `function(answer, reference, row) -> number`: the sampled text, the row's answer, and the row. If the
+function raises, takes too long or returns no number, the answer has no reward, which differs from 0; such answers are
+counted and logged.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from optrush.objectives import plugged
 
 NUMBER = re.compile(r"(?<!\d)-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
-MARKED = re.compile(rf"####\s*([^\n]*)|{BOXED}")  # marks of an answer's result
-LARGEST = 1e12  # maximum reward: larger ones would absorb the others in a sum
+MARKED = re.compile(rf"####\s*([^\n]*)|{BOXED}")  # marks around an answer's result
+LARGEST = 1e12  # maximum reward: larger values would absorb the others in a sum
 Function = Callable[[str, str, Mapping[str, Any]], float]
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number of a text: 1,234.50 is 1234.5."""
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    """Return the last number in a text: 1234.5 for "1,234.50"; None if there is none."""
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def result_number(text: str) -> Decimal | None:
-    r"""Return the number after the last `####` or in the last `\boxed{}`, else the last number of a text."""
-    marked = [one or two for one, two in MARKED.findall(text)]
+    r"""Return the number after the last `####` or in the last `\boxed{}`, else the last number in a text."""
+    marked = [line or boxed for line, boxed in MARKED.findall(text)]
     if marked and "\\" in marked[-1]:  # a fraction or another formula, not a single number
         return None
     return last_number(marked[-1] if marked else text)
 
 
 def same_number(answer: str, reference: str, row: Mapping[str, Any]) -> float:
-    """Return 1 if the answer's result equals the reference's, as numbers."""
-    found = result_number(answer)
-    return float(found is not None and found == result_number(reference))
+    """Return 1 if the answer's result is the same number as the reference's."""
+    result = result_number(answer)
+    return float(result is not None and result == result_number(reference))
 
 
 def same_text(answer: str, reference: str, row: Mapping[str, Any]) -> float:
-    """Return 1 if the answer is the reference, but for white space around it."""
+    """Return 1 if the answer equals the reference, ignoring white space around it."""
     return float(answer.strip() == reference.strip())
 
 
@@ -64,7 +64,7 @@ def matches(pattern: re.Pattern[str], answer: str, reference: str, row: Mapping[
 
 
 def short_text(most: int, answer: str, reference: str, row: Mapping[str, Any]) -> float:
-    """Return 1 for an answer of at most `most` characters, and less the longer it is: most / characters."""
+    """Return 1 for an answer of at most `most` characters, else most / characters."""
     return min(1.0, most / max(1, len(answer)))
 
 
@@ -135,38 +135,38 @@ class Judge:
     seconds: float
     functions: list[Function] = field(init=False)
     first_failure: str = ""
-    said: bool = False  # a run has logged it
+    said: bool = False  # whether the run has logged it
 
     def __post_init__(self) -> None:
         self.functions = [open_reward(rule) for rule in self.rules]
 
     @property
     def names(self) -> list[str]:
-        """Return a short name of each reward, for the metrics: no two are equal."""
-        found = list[str]()
+        """Return short, unique names of the rewards, for the metrics."""
+        short = list[str]()
         for rule in self.rules:
             name = re.sub(r"\W+", "_", rule.use.rpartition(":")[2])
-            found.append(name if name not in found else f"{name}_{len(found) + 1}")
-        return found
+            short.append(name if name not in short else f"{name}_{len(short) + 1}")
+        return short
 
     def __call__(self, answer: str, reference: str, row: Mapping[str, Any], where: str) -> list[float] | None:
         """Return the value of each reward, unweighted; None if one of them failed."""
-        found = []
+        values = []
         for rule, function in zip(self.rules, self.functions, strict=True):
             try:
                 with _forks_ended(), limited(self.seconds):
                     value = function(answer, reference, row)
                 if isinstance(value, str | bytes) or not abs(float(value)) <= LARGEST:
                     raise ValueError(f"it returned {value!r}, not a finite number up to {LARGEST:g}")
-                found.append(float(value))
+                values.append(float(value))
             except (Exception, SystemExit, TooLong) as error:  # from the user's code
                 what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 self.first_failure = self.first_failure or one_line(f"the reward `{rule.use}` at {where}: {what}")
                 return None
-        return found
+        return values
 
     def every(self, answers: Sequence[tuple[str, str, Mapping[str, Any], str]]) -> list[list[float] | None]:
-        """Return the values of answers, each given as the arguments of a call."""
+        """Return the values for several answers, each given as the arguments of `__call__`."""
         return [self(*answer) for answer in answers]
 
     def total(self, values: Sequence[float]) -> float:

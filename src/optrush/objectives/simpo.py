@@ -21,9 +21,9 @@ from optrush.objectives.pairs import add_rewards, log_probabilities, target_coun
 
 
 def score(head: nn.Module, settings: Simpo, figures: Mapping[str, Tensor], hidden: Tensor, batch: Batch) -> Tensor:
-    """Compute the summed loss of the batch's pairs: hidden (B, T, D) -> () float32.
+    """Return the summed loss of the batch's pairs: hidden (B, T, D) -> () float32.
 
-    figures: a () tensor per name of FIGURES; the batch's sum is added.
+    figures: a () tensor per name of FIGURES, to which the batch's sum is added.
     """
     rewards = settings.beta * log_probabilities(head, hidden, batch) / target_counts(batch)  # (B, P, 2)
     add_rewards(figures, rewards, batch)

@@ -1,1 +1,1 @@
-"""Optimizers over plain local tensors, and the learning rate."""
+"""Optimizers over local tensors (no DTensor), and the learning rate."""

@@ -16,15 +16,15 @@ from optrush.kernels.adam8bit import Bits, Moments, QuantizedGroup, adam8bit_upd
 from optrush.kernels.adamw import GroupUpdate, Rounding, contiguous_ranges
 from optrush.optim.adamw import LocalParam, StateAllocator, allocate_state, param_table
 
-SMALL = 4096  # elements; below, and in vectors, moments stay float32: the saving is negligible
+SMALL = 4096  # elements; smaller tensors and vectors keep float32 moments: the saving is negligible
 
 
 class Adam8bit:
     """Decoupled weight decay; norms and biases never decay (`TrainedParam.decays`).
 
     States of a matrix (R, C), or of any tensor with rows of C: `mean` and `square`, bytes in its shape; `mean_scale`
-    and `square_scale`, (R, ceil(C / 256)) float32, sharded like rows; `count`. `square` is the code of the root. Which
-    parameters are quantized depends on full shapes, so that every sharding agrees.
+    and `square_scale`, (R, ceil(C / 256)) float32, sharded like rows; `count`. `square` encodes the square root. Full
+    shapes determine which parameters are quantized, so that it does not depend on the sharding.
 
     Memory: 2 bytes per parameter and 8 per block of 256; 8 bytes per parameter of norms and biases.
     """
@@ -76,7 +76,7 @@ class Adam8bit:
         """Return whether a parameter's moments are quantized.
 
         Raises:
-            NeedsError: they would be, but a rank has parts of rows.
+            NeedsError: they are, but this rank has only parts of rows.
         """
         quantizes = len(t.full_shape) > 1 and math.prod(t.full_shape) >= SMALL
         if quantizes and tuple(t.local.shape[1:]) != tuple(t.full_shape[1:]):
@@ -103,7 +103,7 @@ class Adam8bit:
 
 
 class Adam4bit(Adam8bit):
-    """The same with 4 bits: `mean` and `square` (R, ceil(C / 2)), scales (R, ceil(C / 128)).
+    """Adam8bit with 4 bits: `mean` and `square` (R, ceil(C / 2)), scales (R, ceil(C / 128)).
 
     Memory: 1 byte per parameter and 8 per block of 128; 8 bytes per parameter of norms and biases.
     """

@@ -2,7 +2,7 @@
 
 Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Weights are updated by torch's functional AdamW, which
 takes tensors (no DTensor) and so works with every sharding; or by kernels/adamw.py, if bfloat16 weights are not
-rounded to nearest, or if one launch on a GPU updates all.
+rounded to nearest, or if one launch on a GPU updates all parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from optrush.kernels.adamw import Rounding, write_stochastic
 
 
 class LocalParam(Protocol):
-    """A trained parameter as an optimizer reads it (`trainer.TrainedParam` is one): this rank's shard of it."""
+    """An optimizer's interface to a trained parameter (such as `trainer.TrainedParam`): this rank's shard."""
 
     @property
     def name(self) -> str: ...
@@ -38,21 +38,21 @@ class LocalParam(Protocol):
 
 
 class Optimizer(Protocol):
-    """Interface of the trainer and of checkpoints. State tensors are shaped like the parameter, or are one value."""
+    """The trainer's and the checkpoints' interface. State tensors have the parameter's shape, or a single value."""
 
     reads_host: bool  # each step synchronizes with the device, which describe() reports
-    rounding: Rounding  # of bfloat16 weights: the trainer's, or the run is refused
+    rounding: Rounding  # of bfloat16 weights; must equal the trainer's
 
     def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
-        """Update once with gradients divided by `grad_scale`; nothing changes if `found_inf` is 1.
+        """Update once with the gradients divided by `grad_scale`; skip the update if `found_inf` is 1.
 
         Args:
-            only: indices of trained parameters, ascending; None: all that have a gradient.
+            only: indices of trained parameters, ascending; None: all with a gradient.
         """
         ...
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return canonical name -> state's name -> local tensor, not copied: loading a checkpoint writes into it."""
+        """Return canonical name -> state name -> local tensor, not copied: loading a checkpoint writes into it."""
         ...
 
 
@@ -60,16 +60,16 @@ class PageableOptimizer(Optimizer, Protocol):
     """An optimizer with states allocated by a `StateAllocator`."""
 
     def param_state(self, i: int) -> Mapping[str, Tensor]:
-        """Return state's name -> local tensor of the i-th parameter."""
+        """Return state name -> local tensor of the i-th parameter."""
         ...
 
 
 StateAllocator = Callable[[LocalParam, Sequence[int], torch.dtype], Tensor]
-"""(parameter, shape, dtype) -> zeros on its device; the first dimension is the parameter's, or that of all its rows."""
+"""(parameter, shape, dtype) -> zeros on its device; dimension 0 is the parameter's, or the number of its rows."""
 
 
 class OptimizerFactory(Protocol):
-    """Builds an optimizer over parameters."""
+    """Build an optimizer over parameters."""
 
     def __call__(
         self, trained: Sequence[LocalParam], *, state_allocator: StateAllocator = ...
@@ -77,17 +77,17 @@ class OptimizerFactory(Protocol):
 
 
 def allocate_state(t: LocalParam, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate a state on the parameter's device, for the whole run."""
+    """Return a state of zeros on the parameter's device, for the whole run."""
     return torch.zeros(tuple(shape), dtype=dtype, device=t.local.device)
 
 
 def build_optimizer(trained: Sequence[LocalParam], factory: OptimizerFactory) -> Optimizer:
-    """Build one optimizer over all parameters, its states on the device."""
+    """Return one optimizer over all parameters, with its states on the device."""
     return factory(trained)
 
 
 def param_table(trained: Sequence[LocalParam], optim: Optim, seed: int) -> kernel.ParamTable:
-    """Build the table of parameters, on the device of the first, with counts of zero."""
+    """Return the table of parameters, on the device of the first one, with counts of zero."""
     device = trained[0].local.device
     decays = [optim.weight_decay if t.decays else 0.0 for t in trained]
     return kernel.ParamTable(
@@ -101,23 +101,23 @@ def param_table(trained: Sequence[LocalParam], optim: Optim, seed: int) -> kerne
 class AdamW:
     """Decoupled weight decay; norms and biases never decay (`TrainedParam.decays`).
 
-    Memory: 8 bytes a parameter (two moments in the weight's dtype: 4 bytes in pure bf16, 6 with `kahan`), one count a
-        parameter.
+    Memory: 8 bytes per parameter (two moments in the weight's dtype: 4 bytes in pure bf16, 6 with `kahan`), one count
+        per tensor.
     fused: one kernel for all parameters, which unscales, skips and steps without a device synchronization. Otherwise a
         loop over parameters: torch's, the baseline, which reads rate, scale and flag on the host; or, for bfloat16
-        weights that are not rounded to the nearest, one launch of our kernel for each, without a synchronization.
+        weights that are not rounded to nearest, one launch of our kernel per parameter, without a synchronization.
     """
 
     def __init__(
         self, trained: Sequence[LocalParam], optim: Optim, *, fused: bool, rounding: Rounding = "nearest",
         seed: int = 0, state_allocator: StateAllocator = allocate_state, launch: bool = False,
     ) -> None:  # fmt: skip
-        """launch: update float32 weights by our kernel, too; torch's writes all gradients once more."""
+        """launch: also update float32 weights by our kernel; torch's writes all gradients once more."""
         self.trained, self.optim, self.fused, self.rounding = list(trained), optim, fused, rounding
         self.allocate = state_allocator
         local = [t.local for t in self.trained]
         self.mean, self.square = (self._states_like(range(len(local))) for _ in range(2))
-        # The parameters that torch's AdamW does not update, by dtype.
+        # Parameters that our kernel updates, by dtype.
         at: dict[torch.dtype, list[int]] = {}
         for i, w in enumerate(local):
             narrow = w.dtype == torch.bfloat16 and (rounding != "nearest" or (fused and w.is_cuda))
@@ -130,11 +130,11 @@ class AdamW:
         self.groups = [(indices, self._group(indices, seed)) for indices in at.values()]
 
     def _states_like(self, at: Iterable[int]) -> list[Tensor]:
-        """Allocate a state shaped like each of these parameters."""
+        """Return a state for each of these parameters, in its shape and dtype."""
         return [self.allocate(self.trained[i], self.trained[i].local.shape, self.trained[i].local.dtype) for i in at]
 
     def _group(self, at: list[int], seed: int) -> kernel.GroupUpdate:
-        """Build the update of these parameters, all of one dtype."""
+        """Return the update of these parameters, which have the same dtype."""
         trained = [self.trained[i] for i in at]
         rounding: Rounding = self.rounding if trained[0].local.dtype == torch.bfloat16 else "nearest"
         if rounding == "kahan":
@@ -157,8 +157,8 @@ class AdamW:
         chosen = range(len(self.trained)) if only is None else only
         grads = {i: g for i in chosen if (g := self.trained[i].grad) is not None}
         for at, update in self.groups:
-            there = [k for k, i in enumerate(at) if i in grads]
-            for first, last in kernel.contiguous_ranges(there) if self.fused else [(k, k + 1) for k in there]:
+            present = [k for k, i in enumerate(at) if i in grads]
+            for first, last in kernel.contiguous_ranges(present) if self.fused else [(k, k + 1) for k in present]:
                 part = [grads.pop(i).contiguous() for i in at[first:last]]
                 update(part, lr, grad_scale.float(), found_inf.bool(), first)
         if self.fused:
@@ -196,7 +196,7 @@ class AdamW:
 def write_rounded(
     target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0, *, rounding: str
 ) -> None:
-    """Write as `write_stochastic`, by a kernel on a GPU, or with `rounding` nearest."""
+    """Write like `write_stochastic`, by a kernel on a GPU; or rounded to nearest."""
     if rounding == "nearest" or target.dtype == torch.float32:
         target.copy_(torch.where(found_inf, target, value.view_as(target).to(target.dtype)))
     elif target.is_cuda:
@@ -208,7 +208,7 @@ def write_rounded(
 
 
 class MatrixOptimizer:
-    """Base of matrix optimizers, which use AdamW for all other parameters. No Kahan rounding."""
+    """Base of matrix optimizers, which use AdamW for all other parameters; without Kahan rounding."""
 
     reads_host = False
 
@@ -225,12 +225,12 @@ class MatrixOptimizer:
         self.write = partial(write_rounded, rounding=rounding)
 
     def step_rest(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, chosen: Iterable[int]) -> None:
-        """Run AdamW on the chosen parameters that are not the subclass's."""
+        """Update the chosen parameters that the subclass does not update, by AdamW."""
         if rest := [self.rest[i] for i in chosen if i in self.rest]:
             self.adamw.step(lr, grad_scale, found_inf, only=rest)
 
     def matrix_state(self, i: int) -> dict[str, Tensor]:
-        """Return the states of the i-th parameter, one of the subclass's."""
+        """Return the states of the i-th parameter, which the subclass updates."""
         raise AssertionError("implemented by the optimizer")
 
     def state(self) -> dict[str, dict[str, Tensor]]:

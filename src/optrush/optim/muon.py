@@ -1,11 +1,11 @@
 """Muon: matrices are updated along their orthogonalized momentum, everything else by AdamW.
 
-A fused matrix of ours is several matrices of the published model (`Pieces`), each orthogonalized by itself: together
-they would be another matrix, with other singular vectors. States and weights stay fused; only the iterations run on the
-pieces. Matrices are orthogonalized approximately by Newton-Schulz iterations: products only, many matrices at once.
+Our fused matrices contain several matrices of the published model (`Pieces`), each orthogonalized separately: a fused
+matrix has other singular vectors. States and weights stay fused; only the iterations run on the pieces. Newton-Schulz
+iterations orthogonalize approximately: matmuls only, for many matrices at once.
 
-Sources: Jordan et al., https://kellerjordan.github.io/posts/muon/; the step's size, by which learning rate and weight
-decay of AdamW carry over: Liu et al., https://arxiv.org/abs/2502.16982.
+Sources: Jordan et al., https://kellerjordan.github.io/posts/muon/; the step size, with which AdamW's learning rate and
+weight decay carry over: Liu et al., https://arxiv.org/abs/2502.16982.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from optrush.kernels.adamw import ParamTable, Rounding, contiguous_ranges
 from optrush.optim.adamw import LocalParam, MatrixOptimizer, param_table
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-LEAST_NORM = 1e-7  # minimum norm of a matrix; below, the result is scaled down to avoid amplifying noise
+LEAST_NORM = 1e-7  # minimum norm of a matrix; below, the result is scaled down, so that noise is not amplified
 LIKE_ADAMW = 0.2  # the approximate root mean square of AdamW's update, in units of the rate
 
 
 def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
-    """Return every matrix of (n, R, C) with its singular values near 1, in x's dtype.
+    """Return the matrices (n, R, C) with singular values near 1, in x's dtype.
 
     Each iteration applies the odd polynomial A s + B s^3 + C s^5 to every singular value s and keeps the singular
-    vectors. Five bring all values that are not tiny near 1 (0.68 to 1.13), where they oscillate: the coefficients trade
-    convergence for a steep start.
-    Work: 2 r (2 r c + r^2) FLOP an iteration and matrix, r the smaller and c the larger side.
+    vectors. Five iterations bring all values that are not tiny near 1 (0.68 to 1.13), where they oscillate: the
+    coefficients trade convergence for a steep start.
+    Work: 2 r (2 r c + r^2) FLOP per iteration and matrix, r the smaller and c the larger side.
     """
     a, b, c = COEFFICIENTS
     tall = x.shape[1] > x.shape[2]
@@ -49,7 +49,7 @@ def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Composition of a matrix (R, C): its rows are `groups` groups, each with `rows` of every piece in turn."""
+    """Composition of a matrix (R, C): its rows are `groups` groups, each with `rows[i]` rows of every piece i."""
 
     groups: int
     rows: tuple[int, ...]
@@ -68,9 +68,9 @@ class ShapeGroup:
 class Muon(MatrixOptimizer):
     """Decoupled weight decay; norms and biases never decay (`TrainedParam.decays`).
 
-    States of a matrix: `momentum` in the weight's dtype, and `count`; for other parameters AdamW's.
+    States of a matrix: `momentum` in the weight's dtype, and `count`; other parameters have AdamW's states.
 
-    Memory: 4 bytes a parameter of the matrices (2 with bf16 weights), and temporaries of `room` elements.
+    Memory: 4 bytes per parameter of the matrices (2 with bf16 weights), and temporaries of `room` elements.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Muon(MatrixOptimizer):
     ) -> None:  # fmt: skip
         """
         Args:
-            matrices: the orthogonalized ones, by canonical name; none may be sharded.
-            room: elements of the matrices that are updated at a time.
+            matrices: the matrices to orthogonalize, by canonical name; must not be sharded.
+            room: number of elements updated at a time.
         """
         kinds: dict[tuple[object, ...], list[int]] = {}
         for i, t in enumerate(trained):
@@ -119,18 +119,18 @@ class Muon(MatrixOptimizer):
     def _update(
         self, group: ShapeGroup, first: int, grads: Sequence[Tensor], inverse: Tensor, lr: Tensor, found_inf: Tensor
     ) -> None:
-        """Update matrices from the `first` on by their gradients (R, C) each, multiplied by `inverse`."""
-        here = slice(first, first + len(grads))
-        keys = group.params.count_update(first, here.stop, found_inf)
-        steps = self._moved(group.momenta[here], torch.stack(tuple(grads)).float().mul_(inverse), keys, found_inf)
+        """Update consecutive matrices from index `first`, with gradients (R, C) each, multiplied by `inverse`."""
+        span = slice(first, first + len(grads))
+        keys = group.params.count_update(first, span.stop, found_inf)
+        steps = self._moved(group.momenta[span], torch.stack(tuple(grads)).float().mul_(inverse), keys, found_inf)
         self._orthogonalize(steps, group.pieces)
         steps.mul_(lr)
         keep = (1.0 - lr.double() * self.optim.weight_decay).float()
-        for weight, step, key in zip(group.weights[here], steps, keys, strict=True):
+        for weight, step, key in zip(group.weights[span], steps, keys, strict=True):
             self.write(weight, torch.mul(weight.float(), keep).sub_(step), found_inf, key)
 
     def _moved(self, old: Sequence[Tensor], grads: Tensor, keys: Tensor, found_inf: Tensor) -> Tensor:
-        """Advance the momenta; return the Nesterov direction in the storage of the gradients (n, R, C)."""
+        """Update the momenta; return the Nesterov direction (n, R, C), in the storage of the gradients."""
         new = torch.stack(tuple(old)).float()  # (n, R, C)
         new.lerp_(grads, 1.0 - self.momentum)
         for momentum, value, key in zip(old, new, keys, strict=True):
@@ -144,9 +144,9 @@ class Muon(MatrixOptimizer):
         for rows in set(pieces.rows):
             same = [p for p in apart if p.shape[2] == rows]
             size = LIKE_ADAMW * math.sqrt(max(pieces.groups * rows, C))
-            # (n of each piece, groups rows, C); no name references them while the iterations run
-            found = orthogonal(torch.cat([p.reshape(n, -1, C) for p in same]).to(self.products), self.iterations)
-            for p, y in zip(same, found.chunk(len(same)), strict=True):
+            # (n per piece, groups x rows, C); no name refers to the input, so that it is freed in the iterations
+            results = orthogonal(torch.cat([p.reshape(n, -1, C) for p in same]).to(self.products), self.iterations)
+            for p, y in zip(same, results.chunk(len(same)), strict=True):
                 p.copy_(y.reshape(p.shape)).mul_(size)
 
     def matrix_state(self, i: int) -> dict[str, Tensor]:

@@ -1,17 +1,17 @@
 """Optimizer states in host memory, streamed through the device in pieces, prefetched one piece ahead of the update.
 
-The optimizer is unaware of it. It updates rows of parameters like shards (same name, same full shape, their offset in
-it), so its bits are those of the unpaged optimizer. Its state allocator returns memory in one of two slots on the
-device: piece k has slot k % 2 to itself. Then the optimizer steps one piece at a time:
+The optimizer is unaware of this. It updates rows of parameters like shards (same name, same full shape, their offset),
+so results are bitwise those of the unpaged optimizer. Its state allocator returns memory in one of two slots on the
+device: piece k uses slot k % 2 alone. Then the optimizer steps one piece at a time:
 
     the caller's stream   update k - 1            | update k                | update k + 1
     inward                  states k to slot k % 2  | states k + 1 ...
     outward                                         | states k - 1 back to the host | ...
 
-Parameter rows have state rows: on the host they form one tensor per state, which checkpoints read and write.
-Values without dimensions (counts), and the states of small parameters, stay on the device.
+Parameter rows have state rows: on the host they form one tensor per state, which checkpoints read and write. States
+without dimensions (counts), and the states of small parameters, stay on the device.
 
-A slot is written after the copies that read it, because the caller's stream has waited for them, and read after the
+A slot is filled after the copies that read it, because the caller's stream has waited for them, and read after the
 copies that fill it. A skipped update copies the states back unchanged.
 """
 
@@ -33,18 +33,18 @@ from optrush.models.activation_offload import ALIGNED, Lane, Pair, Streams
 from optrush.optim.adamw import LocalParam, OptimizerFactory, StateAllocator, allocate_state
 
 ROWS = 16  # rows are split at multiples of this, for alignment
-EVEN = 32  # weights: rows of a multiple of this are aligned for states of any size
+EVEN = 32  # rows whose number of weights is a multiple of this are aligned for states of any size
 
 
 class Bus(Lane, Protocol):
-    """Copies in one direction, concurrent with the computation and with copies in the other direction."""
+    """Copies in one direction, concurrent with computation and with copies in the other direction."""
 
     def settle(self, mark: Any) -> None:
-        """Wait on the host until these copies are done, so that it may read their results."""
+        """Block the host until these copies are done, so that it can read the results."""
 
 
 class Registered(Streams):
-    """A CUDA stream with pinned memory of the exact size: torch rounds up to a power of two."""
+    """A CUDA stream with pinned memory of the exact size, which torch would round up to a power of two."""
 
     def page(self, size: int) -> Tensor:
         page = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
@@ -90,8 +90,8 @@ class Paged:
         """
         Args:
             room_bytes: limit of this process's host memory; None: unknown.
-            piece: number of weights with states copied together.
-            least: smaller parameters keep their states on the device.
+            piece: number of weights whose states are copied together.
+            least: parameters with fewer weights keep their states on the device.
         """
         self.trained, self.inward, self.outward = list(trained), inward, outward
         cut = [list(_rows(t, piece, least)) for t in self.trained]
@@ -105,7 +105,7 @@ class Paged:
         self._allocate_host(room_bytes)
 
     def _slot_allocator(self, factory: OptimizerFactory) -> StateAllocator:
-        """Allocate the slots, sized by building an optimizer per piece; return their allocator."""
+        """Return the allocator of the slots, whose sizes come from building an optimizer per piece."""
         where = {id(self.rows[i]): k for i, k in self.piece.items()}
         taken = [0] * len({*where.values()})  # bytes of its slot, by piece
 
@@ -162,7 +162,7 @@ class Paged:
         """Implement `Optimizer`, piece by piece; the next piece is prefetched before a piece is updated."""
         chosen = range(len(self.trained)) if only is None else only
         rows = [i for t in chosen for i in self.of[t] if self.trained[t].grad is not None]
-        if self.counts[0]:  # loading a checkpoint writes the first ones only
+        if self.counts[0]:  # loading a checkpoint writes only the first count of a parameter
             torch._foreach_copy_(*self.counts)
         if staying := [i for i in rows if i not in self.piece]:
             self.inner.step(lr, grad_scale, found_inf, only=staying)
@@ -178,7 +178,7 @@ class Paged:
                 coming[following] = self._prefetch(following, turns[following])
             self.inward.wait(coming.pop(k))
             self.inner.step(lr, grad_scale, found_inf, only=turns[k])
-            self.left[k % 2] = self.outward.copy([(host, here) for i in turns[k] for here, host in self.pairs[i]])
+            self.left[k % 2] = self.outward.copy([(host, device) for i in turns[k] for device, host in self.pairs[i]])
 
     def _prefetch(self, k: int, rows: Sequence[int]) -> Any:
         """Start copies into a slot after its pending reads."""
@@ -187,7 +187,7 @@ class Paged:
         return self.inward.copy([pair for i in rows for pair in self.pairs[i]])
 
     def release(self) -> None:
-        """Free host memory and slots; the states are gone afterwards."""
+        """Free host memory and slots; the states are lost."""
         self.state()  # waits for the copies
         self.pairs, self.host, self.slots, self.pages = {}, [], [], []
 
@@ -199,7 +199,7 @@ class Paged:
 
 
 def _rows(t: LocalParam, piece: int, least: int) -> Iterator[LocalParam]:
-    """Yield a parameter as rows of at most about `piece` weights; a small one whole."""
+    """Yield a parameter as ranges of rows of about `piece` weights at most; a small parameter as it is."""
     size, shape = t.local.numel(), t.local.shape
     if size < least or not size or not shape:
         yield t
@@ -212,7 +212,7 @@ def _rows(t: LocalParam, piece: int, least: int) -> Iterator[LocalParam]:
 
 
 def _pieces(rows: Sequence[LocalParam], piece: int) -> dict[int, int]:
-    """Return the piece of each paged row range; neighbors share a piece up to `piece` weights."""
+    """Return the piece of each paged row range; neighbors share a piece of up to `piece` weights."""
     pieces: dict[int, int] = {}
     k, filled = -1, math.inf
     for i, r in enumerate(rows):

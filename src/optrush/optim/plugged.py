@@ -15,17 +15,17 @@ from optrush.kernels.adamw import Rounding
 from optrush.objectives.plugged import blamed, built
 from optrush.optim.adamw import LocalParam, Optimizer
 
-# Elementwise classes of torch: a shard of a matrix is updated like the whole.
+# Elementwise classes of torch: the update of a shard is the same as in the full matrix.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD")
 
 
 def plugged_optimizer(
     what: str, made: Callable[..., Any], options: Mapping[str, Any], trained: Sequence[LocalParam], optim: Optim
 ) -> Optimizer:
-    """Build an optimizer over parameters: `made(groups, lr=...)` of torch, else `made(trained, optim)`.
+    """Return an optimizer over parameters: `made(groups, lr=...)` for a torch class, else `made(trained, optim)`.
 
     Raises:
-        UserError: it cannot be built, or not with these options or these pieces.
+        UserError: it cannot be built, or does not support these options or shards.
     """
     if inspect.isclass(made) and issubclass(made, torch.optim.Optimizer):
         return TorchOptimizer(what, made, options, trained, optim)
@@ -37,7 +37,7 @@ def plugged_optimizer(
 
 
 class BlamedOptimizer:
-    """A user's optimizer like ours, with errors that name it."""
+    """A user's optimizer with our interface, whose errors name it."""
 
     def __init__(self, what: str, inner: Any) -> None:
         self.what, self.inner = what, inner
@@ -50,16 +50,16 @@ class BlamedOptimizer:
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         with blamed(self.what):
-            found: Mapping[str, Mapping[str, Tensor]] = self.inner.state()
-            return found
+            states: Mapping[str, Mapping[str, Tensor]] = self.inner.state()
+            return states
 
 
 class TorchOptimizer:
-    """A torch.optim.Optimizer over this rank's pieces. Its learning rate is the run's; it reads the device.
+    """A torch.optim.Optimizer over this rank's shards. The run sets its learning rate; each step reads the device.
 
-    States created in the first step must exist before a checkpoint is loaded: a step on a
-    gradient of zeros makes them, one parameter at a time. `updates` counts a parameter's steps; before the first one
-    those states are dropped, so that the class starts as usual. Numbers among its states are saved as tensors.
+    States created in the first step must exist before a checkpoint is loaded: a step with a gradient of zeros creates
+    them, one parameter at a time. `updates` counts a parameter's steps; before the first one these states are dropped,
+    so that the class starts as usual. Numbers among the states are saved as tensors.
     """
 
     reads_host = True
@@ -92,7 +92,7 @@ class TorchOptimizer:
                 p.data.copy_(before)
                 p.grad = None
             self._save(i, torch.zeros((), device=p.device))
-            for state in self.saved[i].values():  # unread before the first step
+            for state in self.saved[i].values():  # not read before the first step
                 state.zero_()
 
     def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
@@ -126,7 +126,7 @@ class TorchOptimizer:
             raise NeedsError(self.what, found, "keep it as a tensor in self.state[p]")
 
     def _facts(self) -> dict[tuple[int, str], Any]:
-        """Return the plain values of the parameter groups, but for the rate."""
+        """Return the numbers and strings in the parameter groups, except the rate."""
         return {
             (n, key): value
             for n, group in enumerate(self.inner.param_groups)
@@ -135,7 +135,7 @@ class TorchOptimizer:
         }
 
     def _restore(self, i: int, p: nn.Parameter) -> None:
-        """Give the class its states: the saved ones, or before the first step its initial ones."""
+        """Set the class's states: the saved ones, or before the first step its initial ones."""
         if not self.saved[i]["updates"].item():
             self.inner.state.pop(p, None)
             if i in self.initial:
@@ -147,7 +147,7 @@ class TorchOptimizer:
                 held[key] = type(value)(self.saved[i][key].item())
 
     def _save(self, i: int, updates: Tensor) -> None:
-        """Keep each state as one tensor for checkpoints to read and fill."""
+        """Store each state as one tensor, which checkpoints read and fill."""
         saved, held = self.saved[i], self.inner.state.get(self.parameters[i], {})
         for key, value in {**held, "updates": updates}.items():
             if value is None:
@@ -170,7 +170,7 @@ class TorchOptimizer:
 def _check(
     what: str, made: type[torch.optim.Optimizer], options: Mapping[str, Any], trained: Sequence[LocalParam]
 ) -> None:
-    """Raise NeedsError for options that the run sets, and for pieces of matrices that the class may need whole."""
+    """Raise NeedsError for options that the run sets, and for shards if the class may need full matrices."""
     for key in {"lr", "weight_decay"} & options.keys():
         raise NeedsError(what, f"its option `{key}`, which the run sets", f"write `optim.{key}`")
     ours = made.__module__.startswith("torch.optim") and made.__name__ in ELEMENTWISE
@@ -182,9 +182,9 @@ def _check(
 
 
 def _savable(t: LocalParam, state: Any) -> bool:
-    """Return whether a checkpoint can save a state: it has the shard's shape, its rows or no dimensions."""
-    whole, local, shape = tuple(t.full_shape), tuple(t.local.shape), tuple(getattr(state, "shape", ()))
-    return local == whole or shape in ((), local) or (shape[0] == local[0] and local[1:] == whole[1:])
+    """Return whether a checkpoint can save a state: it has the shard's shape, its rows, or no dimensions."""
+    full, local, shape = tuple(t.full_shape), tuple(t.local.shape), tuple(getattr(state, "shape", ()))
+    return local == full or shape in ((), local) or (shape[0] == local[0] and local[1:] == full[1:])
 
 
 def _copy(value: Any) -> Any:

@@ -10,7 +10,7 @@ from optrush.optim.adamw import LocalParam, Optimizer
 
 
 class ScaledRates:
-    """An optimizer that calls another one twice per step: at the rate, and at `ratio` times the rate.
+    """An optimizer that steps an inner one twice: some parameters at the rate, others at `ratio` times the rate.
 
     Source: Hayou et al., https://arxiv.org/abs/2402.12354
     """

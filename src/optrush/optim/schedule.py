@@ -8,16 +8,16 @@ from optrush.config import Optim
 
 
 def warmup_steps(optim: Optim, steps: int) -> int:
-    """Return the steps of the warm-up: `optim.warmup` below 1 is a fraction of the run (rounded up), else steps."""
+    """Return the number of warm-up steps: `optim.warmup` below 1 is a fraction of the run (rounded up), else steps."""
     return math.ceil(optim.warmup * steps) if optim.warmup < 1 else int(optim.warmup)
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
     """Return the rate of update `step` (1 ... steps): a linear warm-up that ends at the full rate, then the schedule.
 
-    Decaying schedules would reach `optim.min_lr_ratio` of the full rate at step steps + 1, so that no update is wasted
-    on a rate of zero. With `optim.restarts` a cosine is several of equal length. `wsd` keeps the full rate until
-    `optim.decay` begins: a fraction of the run below 1, else steps.
+    Decaying schedules reach `optim.min_lr_ratio` of the full rate at step steps + 1, so that no update has a rate of
+    zero. With `optim.restarts`, cosine repeats in periods of equal length. `wsd` keeps the full rate until the decay,
+    whose length is `optim.decay`: a fraction of the run below 1, else steps.
 
     Source of wsd: Hu et al., MiniCPM, https://arxiv.org/abs/2404.06395
     """

@@ -1,12 +1,12 @@
 """Attach adapters to the linears of a frozen model, freeze it, and disable adapters. IA3, the simplest adapter.
 
 An adapter is a module under `linear.adapter`. It wraps the linear's `matmul` and never reads `linear.weight`, because a
-quantized base has none. Its parameters have canonical names (`blocks.0.qkv.adapter.a`). A linear of
-several pieces (the decoder's qkv and gate/up) has one adapter for its chosen pieces, given by Hugging Face's names
-(`q_proj`); if one published tensor has all pieces, one adapter of that module, with rows in our order.
+quantized base has none. Its parameters have canonical names (`blocks.0.qkv.adapter.a`). A linear of several pieces (the
+decoder's qkv and gate/up) has one adapter for its chosen pieces, given by Hugging Face's names (`q_proj`); if one
+published tensor has all pieces, one adapter of that module, with rows in our order.
 
-IA3: learned factors of a linear's output or input. They multiply in float32 and the result is cast to the
-matmul dtype: in bfloat16 a factor near 1 would change in steps of 1/256.
+IA3: learned factors of a linear's output or input. They multiply in float32 and the result is cast to the matmul dtype:
+in bfloat16, a factor near 1 would change in steps of 1/256.
 Source: https://arxiv.org/abs/2205.05638
 """
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 class AdapterToggle:
-    """Whether the adapters of a model are active; one object for all of them."""
+    """Whether the adapters of a model are active; they share one object."""
 
     on = True
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Disable adapters: within the context the model is the one before training."""
+        """Disable the adapters: within the context the model is the one before training."""
         self.on = False
         try:
             yield
@@ -57,11 +57,11 @@ class LinearAdapter(nn.Module, ABC):
     """
 
     room = Padding()
-    split: tuple[int, int, int] | None = None  # dimension of the weight, this rank, ranks: the linear is sharded
-    unsplittable: str | None = None  # why the linear of this adapter cannot be sharded
+    split: tuple[int, int, int] | None = None  # if the linear is sharded: dimension of the weight, this rank, ranks
+    unsplittable: str | None = None  # the reason if the linear of this adapter cannot be sharded
 
     def __init__(self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle) -> None:
-        """modules: Hugging Face's, one a piece, or one of all; names: the last parts of the chosen ones."""
+        """modules: Hugging Face's, one per piece or one for all pieces; names: last parts of the chosen ones."""
         super().__init__()
         sizes = [rows for _, rows in linear.output_splits]
         self.below = sizes if len(modules) < len(sizes) else []  # stacked pieces of one published tensor
@@ -74,27 +74,27 @@ class LinearAdapter(nn.Module, ABC):
         self.inner, self.switch = linear.matmul, switch
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x (..., width) -> (..., rows): replaces the linear's `matmul`."""
+        """Return the linear's output, x (..., width) -> (..., rows); replaces its `matmul`."""
         return self.adapted(x, weight, bias) if self.switch.on else self.inner(x, weight, bias)
 
     @abstractmethod
     def adapted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the inner matmul with the adapter."""
+        """Return the output of the inner matmul with the adapter."""
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Return A (r, width) and U (rows, r) if the adapter adds U A x and does nothing else; else None."""
+        """Return A (r, width) and U (rows, r) if all that the adapter does is add U A x; else None."""
         return None
 
     @abstractmethod
     def merge(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return weight (rows, width) and bias (rows,), float32, of a linear that needs no adapter."""
+        """Return weight (rows, width) and bias (rows,), float32, with the adapter merged."""
 
     @abstractmethod
     def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield PEFT's names and tensors of whole parameters, given by our names."""
+        """Yield PEFT's names and tensors for the full parameters, given by our names."""
 
     def exported(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield like `published`, relative to the published weight if the frozen one differs."""
+        """Yield like `published`, but relative to the published weight if the frozen one differs."""
         yield from self.published(whole)
 
     @abstractmethod
@@ -106,7 +106,7 @@ class LinearAdapter(nn.Module, ABC):
         """Return the adapter's fields of PEFT's adapter_config.json."""
 
     def part(self, t: Tensor, along: int, dim: int) -> Tensor:
-        """Return the part of a whole parameter for this rank's part of the linear.
+        """Return the part of a full parameter for this rank's shard of the linear.
 
         Args:
             along: the dimension of the linear's weight that matches dimension `dim` of the parameter.
@@ -117,25 +117,25 @@ class LinearAdapter(nn.Module, ABC):
         return t.chunk(ranks, dim)[rank]
 
     def apart(self, t: Tensor) -> list[Tensor]:
-        """(chosen rows, ...) -> for each chosen piece (groups, its rows, ...); of a joined linear (1, rows, ...)."""
+        """Split (chosen rows, ...) into (groups, its rows, ...) per chosen piece; (1, rows, ...) if joined."""
         if self.below:
             return [put_in_turn(t, self.below)[None]]
         return list(torch.split(t.view(-1, sum(self.chosen_sizes), *t.shape[1:]), self.chosen_sizes, 1))
 
     def together(self, parts: Sequence[Tensor]) -> Tensor:
-        """For each chosen piece (groups x its rows, ...) -> (chosen rows, ...)."""
+        """Join (groups x its rows, ...) of each chosen piece to (chosen rows, ...)."""
         if self.below:
             return grouped(parts[0], self.below)
         shaped = [p.reshape(self.groups, n, *p.shape[1:]) for p, n in zip(parts, self.chosen_sizes, strict=True)]
         return torch.cat(shaped, 1).flatten(0, 1)
 
     def pick(self, t: Tensor) -> Tensor:
-        """(rows, ...) -> (chosen rows, ...)."""
+        """Select the chosen rows: (rows, ...) -> (chosen rows, ...)."""
         parts = torch.split(t.view(-1, sum(self.sizes), *t.shape[1:]), self.sizes, 1)
         return torch.cat([p for p, yes in zip(parts, self.chosen, strict=True) if yes], 1).flatten(0, 1)
 
     def spread(self, t: Tensor) -> Tensor:
-        """(chosen rows,) -> (rows,), 1 where there is no adapter."""
+        """Expand (chosen rows,) to (rows,), with 1 for rows without an adapter."""
         if all(self.chosen):
             return t
         mine, parts = iter(self.apart(t)), []
@@ -145,7 +145,7 @@ class LinearAdapter(nn.Module, ABC):
 
 
 class Ia3(LinearAdapter):
-    """feedforward: the chosen modules' input is scaled; else their output, with the bias."""
+    """IA3 factors. feedforward: scale the chosen modules' input; else their output, including the bias."""
 
     def __init__(
         self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle, feedforward: bool
@@ -174,8 +174,8 @@ class Ia3(LinearAdapter):
         yield from ((f"{module}.ia3_l", t) for module, t in zip(self.hf, parts, strict=True))
 
     def taken(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = [tensors[f"{module}.ia3_l"].flatten() for module in self.hf]
-        return {"scale": found[0] if self.feedforward else self.together(found)}
+        factors = [tensors[f"{module}.ia3_l"].flatten() for module in self.hf]
+        return {"scale": factors[0] if self.feedforward else self.together(factors)}
 
     def settings(self) -> dict[str, Any]:
         return {"peft_type": "IA3", "fan_in_fan_out": False, "init_ia3_weights": True}
@@ -185,25 +185,25 @@ class Ia3(LinearAdapter):
         yield "scale", partial(fill_constant, 1.0)
 
 
-# --- Where adapters go.
+# --- Placement of adapters.
 
 
 def known(model: Model, recipe: WeightMap) -> list[str]:
-    """Return the names that adapters may target: the last parts of the modules of the blocks' linears."""
+    """Return the names that adapters may target: the last part of each module of the blocks' linears."""
     return list(dict.fromkeys(last(m) for name, _ in model.linears() for m in _modules(recipe, f"{name}.weight")))
 
 
 def outside(model: Model, recipe: WeightMap) -> dict[str, str]:
-    """Return Hugging Face's module of each parameter outside the blocks' linears; for a tied head, the embedding."""
+    """Return the Hugging Face module of each parameter outside the blocks' linears; for a tied head, the embedding."""
     linears = {name for name, _ in model.linears()}
     free = [name for name in recipe.entries if name.rpartition(".")[0] not in linears]
     return {name: _modules(recipe, name)[0] for name in free}
 
 
 def places(model: Model, recipe: WeightMap, names: Collection[str]) -> list[tuple[str, Linear, list[str]]]:
-    """Return (canonical name, linear, Hugging Face's modules, one a piece) of each linear with some of these names."""
-    found = [(name, linear, _modules(recipe, f"{name}.weight")) for name, linear in model.linears()]
-    return [each for each in found if {last(m) for m in each[2]} & {*names}]
+    """Return (canonical name, linear, Hugging Face modules, one per piece) of each linear with some of these names."""
+    linears = [(name, linear, _modules(recipe, f"{name}.weight")) for name, linear in model.linears()]
+    return [each for each in linears if {last(m) for m in each[2]} & {*names}]
 
 
 def _modules(recipe: WeightMap, parameter: str) -> list[str]:
@@ -225,11 +225,11 @@ def check_targets(
 def freeze_base(model: Model, recipe: WeightMap, save: Collection[str], precision: torch.dtype | None) -> set[str]:
     """Freeze everything except the modules `save`; return the canonical names of their parameters.
 
-    Frozen float32 matrices of linears, embedding and head are cast to the matmul dtype `precision`, to which each use
-    would cast them; the embedding's output keeps its type.
+    Frozen float32 matrices of linears, embedding and head are cast once to the matmul dtype `precision`, instead of at
+    each use; the embedding's output keeps its dtype.
     """
     trained = {name for name, module in outside(model, recipe).items() if last(module) in save}
-    trained |= {"head.weight"} if model.head.scores else set()  # it is untrained
+    trained |= {"head.weight"} if model.head.scores else set()  # a score head starts untrained
     for name, p in model.named_parameters():
         p.requires_grad_(name in trained)
     if precision is None:
@@ -242,7 +242,7 @@ def freeze_base(model: Model, recipe: WeightMap, save: Collection[str], precisio
         weight = module.get_parameter(name)
         if weight.requires_grad or weight.dtype != torch.float32:
             continue
-        if module is model.embedding:  # before other hooks, so that their results keep their dtype
+        if module is model.embedding:  # runs before other hooks, so that their results keep their dtype
             module.register_forward_hook(lambda module, inputs, out: out.float(), prepend=True)
         setattr(module, name, nn.Parameter(weight.to(precision), requires_grad=False))
     model.tie()
@@ -252,20 +252,20 @@ def freeze_base(model: Model, recipe: WeightMap, save: Collection[str], precisio
 def place(
     name: str, linear: Linear, adapter: LinearAdapter, recipe: WeightMap, fillers: Iterable[tuple[str, Initializer]]
 ) -> None:
-    """Attach an adapter to the linear of that name, with the initial values of its parameters."""
+    """Attach an adapter to the linear `name`, with the initial values of its parameters."""
     linear.adapter = adapter
     linear.matmul = adapter.product
-    recipe.fillers.update({f"{name}.adapter.{own}": fill for own, fill in fillers})
+    recipe.fillers.update({f"{name}.adapter.{part}": fill for part, fill in fillers})
 
 
 def fill_from(values: Tensor, local: Tensor, offset: Shape) -> None:
-    """Fill a rectangle with its part of the whole `values`, up to their last row."""
+    """Fill a rectangle with its part of the full `values`, up to their last row."""
     part = values[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))]
     local[: len(part)].copy_(part)
 
 
 def fill_over(values: Tensor, recipe: WeightMap, name: str, local: Tensor, offset: Shape) -> None:
-    """Fill a rectangle of a published parameter with its own values, then with its part of `values`."""
+    """Fill a rectangle of a parameter with the published values, then overwrite it with its part of `values`."""
     recipe.fill_published(name, local, offset)
     fill_from(values, local, offset)
 

@@ -1,8 +1,8 @@
-"""Split weights into initial adapters and a frozen rest: PiSSA and OLoRA.
+"""Split weights into initial adapters and a frozen remainder: PiSSA and OLoRA.
 
 PiSSA takes the r largest singular values of W = U S V: A = (S_r / s)^1/2 V_r and B = U_r (S_r / s)^1/2, with s the
-adapter's factor. OLoRA takes the first r columns and rows of W = Q R: A = R_r and B = Q_r. The frozen weight is
-W - s B A, so the first step computes the original model.
+adapter's factor. OLoRA takes the first r columns of Q and rows of R in W = Q R: A = R_r and B = Q_r. The frozen weight
+is W - s B A, so the first step computes the original model.
 
 Source: https://arxiv.org/abs/2404.02948 (PiSSA), https://arxiv.org/abs/2406.01775 (OLoRA); the factors are PEFT's.
 """
@@ -20,15 +20,15 @@ from optrush.peft.ledger import SPLITS
 
 
 class Decomposed:
-    """A weight source that returns W - s B A for chosen matrices, under any sharding.
+    """A weight source that returns W - s B A for chosen matrices, with any sharding.
 
-    The first A and B stay on the host, 4 bytes per value: the published adapter contains them.
+    The initial A and B stay on the host, 4 bytes per value: the published adapter contains them.
     """
 
     def __init__(
         self, source: WeightSource, method: str, rank: int, scaling: float, modules: Collection[str], seed: int
     ) -> None:
-        """modules: Hugging Face's, with split weights."""
+        """modules: Hugging Face modules whose weights are split."""
         assert re.fullmatch(SPLITS, method), method
         self.source, self.method, self.rank, self.scaling, self.seed = source, method, rank, scaling, seed
         self.names = {f"{module}.weight" for module in modules}
@@ -42,7 +42,7 @@ class Decomposed:
         return torch.addmm(values.to(device, a.dtype), b[first:last], a, alpha=-self.scaling)
 
     def first(self, name: str, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the first A (r, width) and B (rows, r) of a weight, on the host; `device` computes them once."""
+        """Return the initial A (r, width) and B (rows, r) of a weight, on the host; `device` computes them once."""
         if name not in self.found:
             weight = self.source.rows(name, 0, shape[0], shape, device).to(device)
             seed = seeded_generator(self.seed, f"{name}.{self.method}", torch.device("cpu")).initial_seed()
@@ -53,10 +53,10 @@ class Decomposed:
 
 @torch.no_grad()
 def decompose(weight: Tensor, method: str, rank: int, scaling: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Return the first A (r, width) and B (rows, r) of a weight, in float32 at least.
+    """Return the initial A (r, width) and B (rows, r) of a weight, at least in float32.
 
     Args:
-        method: olora; pissa; or pissa_niter_N, by N iterations from a random subspace that `seed` draws.
+        method: olora; pissa; or pissa_niter_N, with N iterations from a random subspace drawn with `seed`.
     """
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if method == "olora":

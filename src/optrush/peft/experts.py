@@ -1,9 +1,9 @@
 """Low-rank adapters of the matrices of experts, in PEFT's format for parameters (`target_parameters`).
 
-Each expert has its own A and B for `gate_up_proj` and `down_proj`, applied to the rows routed to
-the expert, like its frozen matmul: no matrix W + B A is made. PEFT's tensors have the experts in turn:
-A (N r, width) and B (rows, r N) with the expert last. Of Llama 4, whose class in transformers does not say that its
-matrices are (N, width, rows), PEFT takes rows for the width: there its A is our B transposed, and its B our A.
+Each expert has an A and a B for `gate_up_proj` and `down_proj`, applied to the rows routed to the expert, like its
+frozen matmul: no matrix W + B A is formed. PEFT's tensors concatenate the experts: A (N r, width), and B (rows, r N)
+with the expert index last. For Llama 4, whose class in transformers does not declare that its matrices are (N, width,
+rows), PEFT mistakes rows for the width: its A is our transposed B, and its B our transposed A.
 
 Source: https://arxiv.org/abs/2106.09685; the format is PEFT's (version 0.21, `ParamWrapper`).
 """
@@ -30,16 +30,16 @@ def _published(kind: str) -> str:
 
 
 class ExpertsLora(nn.Module):
-    """Adapters of one layer's experts. Parameters: `gate_up_a` (N, r, D), `gate_up_b` (N, 2 F, r), and so for down."""
+    """Adapters of a layer's experts. Parameters: `gate_up_a` (N, r, D), `gate_up_b` (N, 2 F, r), likewise for down."""
 
-    hf: tuple[str, ...] = ()  # linears: none
+    hf: tuple[str, ...] = ()  # no linears
     feedforward = False
 
     def __init__(
         self, experts: StackedMatrices, module: str, names: Collection[str], switch: AdapterToggle, settings: Settings,
         spec: FamilySpec | None,
     ) -> None:  # fmt: skip
-        """module: transformers' name of the experts; spec: of the family, None for transformers' own layout."""
+        """module: transformers' name of the experts; spec: the family's, None for the layout of transformers."""
         super().__init__()
         self.module, self.switch, self.s = module, switch, settings
         of = None if spec is None else spec.experts
@@ -56,11 +56,11 @@ class ExpertsLora(nn.Module):
     def added(
         self, kind: str, y: Tensor, x: Tensor, ends: Tensor, piece: Callable[[Tensor], Tensor], grouped: Grouped
     ) -> Tensor:
-        """Add the adapter of a matrix to its output y (rows, out) for x (rows, width) in groups of experts.
+        """Return a matrix's output y (rows, out) plus its adapter's, for x (rows, width) grouped by expert.
 
         Args:
             piece: returns this rank's part of a parameter.
-            grouped: the matmul of groups of rows.
+            grouped: the matmul over groups of rows.
         """
         if kind not in self.kinds or not self.switch.on:
             return y
@@ -72,7 +72,7 @@ class ExpertsLora(nn.Module):
 
     @torch.no_grad()
     def merge(self, kind: str, weight: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return float32 matrices (N, rows, width) that need no adapter.
+        """Return the float32 matrices (N, rows, width) with the adapter merged.
 
         Args:
             whole: gathers a parameter.
@@ -83,11 +83,11 @@ class ExpertsLora(nn.Module):
         return weight + self.s.scaling * (b @ a)
 
     def _key(self, kind: str) -> str:
-        """Return PEFT's name of the module: if both are adapted, it wraps the experts for gate_up first."""
+        """Return PEFT's name of the module: if both matrices have adapters, the wrapper of gate_up is the inner one."""
         return f"{self.module}.base_layer" if kind == self.kinds[0] and len(self.kinds) == 2 else self.module
 
     def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield PEFT's names and tensors of whole parameters, given by our names."""
+        """Yield PEFT's names and tensors for the full parameters, given by our names."""
         for kind in self.kinds:
             a, b = whole[f"{kind}_a"], whole[f"{kind}_b"]
             if kind == "gate_up" and not self.interleaved:
@@ -101,7 +101,7 @@ class ExpertsLora(nn.Module):
 
     def taken(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Invert `published`."""
-        found = {}
+        ours = {}
         for kind in self.kinds:
             r = self.s.rank
             a, b = (tensors[f"{self._key(kind)}.lora_{part}.weight"] for part in "AB")
@@ -110,9 +110,9 @@ class ExpertsLora(nn.Module):
                 a, b = b.transpose(1, 2).contiguous(), a.transpose(1, 2)
             if kind == "gate_up" and not self.interleaved:
                 b = b.reshape(len(b), 2, -1, r).transpose(1, 2).flatten(1, 2)
-            found[f"{kind}_a"] = a
-            found[f"{kind}_b"] = b.contiguous()
-        return found
+            ours[f"{kind}_a"] = a
+            ours[f"{kind}_b"] = b.contiguous()
+        return ours
 
     def settings(self) -> dict[str, Any]:
         """Return the adapter's fields of PEFT's adapter_config.json."""
@@ -125,32 +125,32 @@ class ExpertsLora(nn.Module):
             yield f"{kind}_b", partial(fill_constant, 0.0)
 
     def _fill_a(self, seed: int, kind: str, local: Tensor, offset: Shape) -> None:
-        """Draw as kaiming_uniform_ with a = sqrt(5), whole, from a generator of the matrix's name."""
-        whole = torch.empty(self.get_parameter(f"{kind}_a").shape, device=local.device)
-        bound = whole.shape[2] ** -0.5
+        """Fill like kaiming_uniform_ with a = sqrt(5), drawing the full tensor with a seed from the matrix's name."""
+        full = torch.empty(self.get_parameter(f"{kind}_a").shape, device=local.device)
+        bound = full.shape[2] ** -0.5
         generator = seeded_generator(seed, f"{self.module}.{_published(kind)}.lora_A", local.device)
-        whole.uniform_(-bound, bound, generator=generator)
-        local.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))])
+        full.uniform_(-bound, bound, generator=generator)
+        local.copy_(full[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))])
 
 
 def place(
     model: nn.Module, recipe: WeightMap, names: Sequence[str], switch: AdapterToggle, settings: Settings, seed: int,
     spec: FamilySpec | None,
 ) -> int:  # fmt: skip
-    """Attach adapters to the experts of each layer; return how many layers have some."""
+    """Attach adapters to the experts of each layer; return the number of these layers."""
     changed = 0
     for name, experts in model.named_modules():
         if isinstance(experts, StackedMatrices):
             if spec is None and experts.transposed:
                 found, do = "experts stored as (experts, width, rows)", "use targets=attention or all-linear"
                 raise NeedsError("`lora` adapts experts", found, do)
-            if spec is None:  # of a transformers model
+            if spec is None:  # a transformers model
                 module = recipe.entries[f"{name}.{names[-1]}"].pieces[0][0].rpartition(".")[0]
             else:
                 layer = ".".join(recipe.entries[f"{name}.router"].pieces[0][0].split(".")[:-3])
                 module = f"{spec.experts_in(layer)}.experts"
             adapter = ExpertsLora(experts, module, names, switch, settings, spec)
             experts.adapter = adapter
-            recipe.fillers.update({f"{name}.adapter.{own}": fill for own, fill in adapter.fillers(seed)})
+            recipe.fillers.update({f"{name}.adapter.{part}": fill for part, fill in adapter.fillers(seed)})
             changed += 1
     return changed

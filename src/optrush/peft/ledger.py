@@ -1,6 +1,6 @@
 """Predict the memory and work of a frozen model with adapters, and resolve the names of linears to adapt. Pure.
 
-Names are Hugging Face's, the last part of a module's name: `q_proj`. A linear of our decoder contains several of them.
+Names are the last parts of Hugging Face's module names: `q_proj`. A linear of our decoder can contain several of them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PIECES = {  # pieces of each linear of our decoder; latent attention has linears
     "down": ("down_proj",),
 }
 LINEARS = tuple(name for names in PIECES.values() for name in names)
-JOINED = {"qkv": "qkv_proj", "o": "o_proj", "gate_up": "gate_up_proj", "down": "down_proj"}  # with all pieces as one
+JOINED = {"qkv": "qkv_proj", "o": "o_proj", "gate_up": "gate_up_proj", "down": "down_proj"}  # if one tensor has all
 LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # of latent attention
-DELTA = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # of its rule
+DELTA = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # delta rule
 LATENT_LINEARS = technique_linears[4:]  # of our decoder, in the same order
 EVERY = ("auto", "all-linear")
-DENSE = tuple(f"dense.{name}" for name in LINEARS[4:])  # of a model with experts, whose own matrices have other names
+DENSE = tuple(f"dense.{name}" for name in LINEARS[4:])  # linears outside experts, in a model with experts
 SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:], "experts": ("gate_up_proj", "down_proj"), "dense": DENSE}
 STACKED = SETS["experts"]
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
@@ -45,13 +45,13 @@ SPLITS = r"pissa|olora|pissa_niter_[1-9]\d?"  # values of `init` that split the 
 WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm",
          "q_a_layernorm", "kv_a_layernorm")  # fmt: skip
 
-# Names of a block's modules that have linears. The first is most families'; of others an expression has the name.
+# Names of a block's modules with linears. The first is the default, unless a pattern contains one of the others.
 MIXERS = ("self_attn", "attention", "attn", "self_attention")
 FEEDERS = ("mlp", "feed_forward", "ffn")
 BLOCKS = ("model.layers", "model.language_model.layers", "language_model.model.layers", "transformer.h", "layers")
 MATCHING_s = 2.0  # limit for matching all names
-MOST_LAYERS = 200  # an expression that matches fewer is one of some layers
-# Linears of other families, allowed in a list of targets.
+MOST_LAYERS = 200  # a pattern that matches fewer layers selects only some
+# Linears of other families, accepted in a list of targets.
 OTHERS = ("c_attn", "c_proj", "c_fc", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2",
           "out_proj", "in_proj", "x_proj", "dt_proj", "w1", "w2", "w3", "Wqkv", "wq", "wk", "wv", "wo")  # fmt: skip
 
@@ -61,13 +61,13 @@ def last(module: str) -> str:
 
 
 def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
-    """Return the names that `targets` selects in a model with linears of these names; a list may name sets, too.
+    """Return the names that `targets` selects in a model with linears `known`; a list may also name sets.
 
-    A linear with the name of a set wins: `dense` in models of gpt_neox, falcon and phi. A text that is not a
-    name is a regular expression of whole module names; a name with a dot in a list is a suffix, as in PEFT.
+    A linear with the name of a set has priority: `dense` in models of gpt_neox, falcon and phi. A text that is not a
+    name is a regular expression of full module names; in a list, a name with a dot is a suffix, like in PEFT.
     """
     if not isinstance(asked, str):
-        parts = (chosen(one, known) if one in SETS else _ends_with(one, known) for one in asked)
+        parts = (chosen(entry, known) if entry in SETS else _ends_with(entry, known) for entry in asked)
         return tuple(dict.fromkeys(name for part in parts for name in part))
     if asked in known:
         return (asked,)
@@ -81,7 +81,7 @@ def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...
 
 
 def _ends_with(name: str, known: Collection[str]) -> tuple[str, ...]:
-    """Return the names of linears with this module suffix, shared experts' too; the name itself if none match."""
+    """Return the names of linears with this module suffix, including shared experts'; the name itself if none match."""
     if "." not in name or name in DENSE:
         return (name,)
     end = rf".*\.{re.escape(name)}"
@@ -90,7 +90,7 @@ def _ends_with(name: str, known: Collection[str]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def matching(pattern: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of linears with modules fully matched by a regular expression in every layer.
+    """Return the names of linears whose modules in every layer match a regular expression.
 
     Raises:
         NeedsError: not a regular expression, matches only in some layers, or takes too long.
@@ -111,14 +111,14 @@ def _matched(pattern: str, read: re.Pattern[str], known: tuple[str, ...]) -> Ite
         for parts in (MIXERS, FEEDERS)
     )
     for name in known:
-        own, inside = name.removeprefix("dense."), [*mixers, *feeders]
-        if own != name:
+        plain, inside = name.removeprefix("dense."), [*mixers, *feeders]
+        if plain != name:
             inside = [f"{part}{shared}" for part in feeders for shared in ("", ".shared_expert", ".shared_experts")]
-        elif own in (*SETS["mlp"], JOINED["gate_up"]):
+        elif plain in (*SETS["mlp"], JOINED["gate_up"]):
             inside = feeders
-        elif own in {*attention_of(known), *LATENT, *DELTA, JOINED["qkv"]}:
-            inside = ["linear_attn"] if own in DELTA else mixers
-        ends = [f"{part}.{own}" for part in inside]
+        elif plain in {*attention_of(known), *LATENT, *DELTA, JOINED["qkv"]}:
+            inside = ["linear_attn"] if plain in DELTA else mixers
+        ends = [f"{part}.{plain}" for part in inside]
         layers = [
             n for n in range(MOST_LAYERS) if any(read.fullmatch(f"{top}.{n}.{end}") for top in BLOCKS for end in ends)
         ]
@@ -130,16 +130,16 @@ def _matched(pattern: str, read: re.Pattern[str], known: tuple[str, ...]) -> Ite
 
 
 def unmatched(asked: str | Sequence[str], known: Collection[str]) -> list[str]:
-    """Return the entries of a list of targets without a match, if others match."""
-    names = [] if isinstance(asked, str) else [one for one in asked if one not in SETS]
-    lacking = [one for one in names if not {*_ends_with(one, known)} & {*known, *DENSE}]
+    """Return the entries of a list of targets without a match; empty if no entry matches."""
+    names = [] if isinstance(asked, str) else [entry for entry in asked if entry not in SETS]
+    lacking = [entry for entry in names if not {*_ends_with(entry, known)} & {*known, *DENSE}]
     return lacking if {*chosen(asked, known)} & {*known} else []
 
 
 def remarks(
     technique: str, targets: str | tuple[str, ...], shape: ModelShape | None, known: Collection[str] | None = None
 ) -> Iterator[str]:
-    """Yield a note on targets that match nothing in a model with linears of these names, or not the experts."""
+    """Yield a note on targets that match no linear of the model, or that do not include its experts."""
     routed = shape is not None and shape.experts is not None
     meant = in_mixture(targets, shape)
     known = {*(names_of(shape) if known is None else known), *(STACKED if routed else ())} - {*(SETS["mlp"] * routed)}
@@ -154,20 +154,20 @@ def remarks(
 
 
 def _meant(name: str, known: Collection[str]) -> bool:
-    """Return whether an unknown name belongs to another family, and is not a typo."""
+    """Return whether an unknown name belongs to another family, rather than being a typo."""
     families = {*LINEARS, *LATENT, *DELTA, *JOINED.values(), *OTHERS}
     return last(name) in families or not difflib.get_close_matches(last(name), {*known, *families}, 1, 0.75)
 
 
 def attention_of(known: Collection[str]) -> tuple[str, ...]:
-    """Return the names of attention's linears in a model with linears of these names."""
-    own = tuple(name for name in LATENT if name in known) if LATENT[3] in known else SETS["attention"]
-    own = (JOINED["qkv"], JOINED["o"]) if JOINED["qkv"] in known else own
-    return own + tuple(name for name in DELTA if name in known)
+    """Return the names of the attention linears in a model with linears `known`."""
+    names = tuple(name for name in LATENT if name in known) if LATENT[3] in known else SETS["attention"]
+    names = (JOINED["qkv"], JOINED["o"]) if JOINED["qkv"] in known else names
+    return names + tuple(name for name in DELTA if name in known)
 
 
 def names_of(shape: ModelShape | None) -> tuple[str, ...]:
-    """Return the names of a block's linears except experts; most families' names if unknown."""
+    """Return the names of a block's linears except experts; for an unknown shape, the names of most families."""
     if shape is None:
         return LINEARS
     if isinstance(shape, TracedShape):
@@ -180,7 +180,7 @@ def names_of(shape: ModelShape | None) -> tuple[str, ...]:
 
 
 def targeted(targets: str | Sequence[str], joined: Collection[str]) -> Iterator[tuple[str, int]]:
-    """Yield each linear of our decoder that `targets` names, whatever the attention, and the number of its pieces.
+    """Yield each linear of our decoder that `targets` names, for any kind of attention, and its number of pieces.
 
     joined: linears with one adapter for all pieces.
     """
@@ -197,7 +197,7 @@ def require_names(technique: str, option: str, asked: str | Sequence[str], known
     other = unmatched(asked, known) if option == "targets" else []
     wrong = next((n for n in names if n not in known and not (n in other and _meant(n, known))), None)
     found, do = f"no {'linear' if option == 'targets' else 'such module'} is called {wrong}", ""
-    of = [one for one in ((asked,) if isinstance(asked, str) else asked) if wrong in SETS.get(one, ())]
+    of = [entry for entry in ((asked,) if isinstance(asked, str) else asked) if wrong in SETS.get(entry, ())]
     if wrong is not None and of and wrong not in asked:
         found, do = f"a model without linears of the set {of[0]}", f"name some: {', '.join(known)}"
     elif wrong is not None:
@@ -210,7 +210,7 @@ def require_names(technique: str, option: str, asked: str | Sequence[str], known
 
 
 def whole(technique: str, save: Sequence[str], known: Collection[str], tied: bool) -> Iterator[Requirement]:
-    """Require that the modules to train whole exist, and are not half of a tied pair."""
+    """Require that the modules in `save` exist, and are not half of a tied pair."""
     if save:
         yield require_names(technique, "save", save, known)
     alone = {EMBEDDING, HEAD} & set(save)
@@ -220,9 +220,9 @@ def whole(technique: str, save: Sequence[str], known: Collection[str], tied: boo
 
 
 def in_mixture(targets: str | tuple[str, ...], shape: ModelShape | None) -> str | tuple[str, ...]:
-    """Return targets for a model with stacked experts: names of linears mean linears outside experts, as in PEFT.
+    """Return targets for a model with stacked experts: names of linears mean linears outside experts, like in PEFT.
 
-    `down_proj` alone is the experts'; beside `gate_proj` or `up_proj` it is a linear.
+    `down_proj` alone means the experts; with `gate_proj` or `up_proj` it means a linear.
     """
     if shape is None or shape.experts is None or isinstance(targets, str) or not {*targets} & {"gate_proj", "up_proj"}:
         return targets
@@ -233,7 +233,7 @@ def in_mixture(targets: str | tuple[str, ...], shape: ModelShape | None) -> str 
 
 
 def require_targets(technique: str, env: Environment, targets: str | Sequence[str]) -> Requirement:
-    """Require that our decoder has the `targets`: linears, stacked matrices of experts, dense parts."""
+    """Require that the model has the `targets`: linears, stacked matrices of experts, dense parts."""
     known = names_of(env.shape)
     if isinstance(env.shape, TracedShape) and env.shape.stacked and stacked(targets):
         found, do = "experts of several sizes, without gates or transposed", "use targets=attention or all-linear"
@@ -261,20 +261,20 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
 
 
 def stacked(targets: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the matrices of a transformers model's experts that `targets` names: `down_proj` alone is a linear."""
-    asked = {targets} if isinstance(targets, str) else {*targets}
-    return SETS["experts"] if "experts" in asked else SETS["experts"][:1] if "gate_up_proj" in asked else ()
+    """Return the expert matrices of a transformers model that `targets` names; `down_proj` alone means a linear."""
+    names = {targets} if isinstance(targets, str) else {*targets}
+    return SETS["experts"] if "experts" in names else SETS["experts"][:1] if "gate_up_proj" in names else ()
 
 
 def beside(targets: str | Sequence[str]) -> str | list[str]:
     """Return `targets` without the experts of a transformers model."""
     if not stacked(targets):
         return targets if isinstance(targets, str) else [*targets]
-    return [] if isinstance(targets, str) else [one for one in targets if one not in ("experts", "gate_up_proj")]
+    return [] if isinstance(targets, str) else [entry for entry in targets if entry not in ("experts", "gate_up_proj")]
 
 
 def expert_sizes(shape: ModelShape, targets: str | Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, width, rows) of an expert's matrices that `targets` names."""
+    """Yield (name, width, rows) of each matrix of an expert that `targets` names."""
     if shape.mixture is None:
         return
     names, F = stacked(targets), shape.mixture.ff_width
@@ -291,25 +291,25 @@ def predict_frozen(
     """Yield the rules for a frozen model with adapters.
 
     Args:
-        save: modules trained whole; the few values of norms are not counted.
-        learnt: values per adapter parameter, and the layers with one; unused for a model of unknown shape.
-        keep: linears of a block with adapters that save the input.
-        added: linears of a block with adapters that add to the output.
-        narrow: adapters in the type of bf16's weights.
+        save: fully trained modules; the few values of norms are not counted.
+        learnt: (values, layers) of each adapter parameter; unused for a model of unknown shape.
+        keep: linears of a block whose adapters save the input.
+        added: linears of a block whose adapters add to the output.
+        narrow: the adapters are bfloat16.
     """
     trained: dict[Tag, bool] = {"embedding": EMBEDDING in save, "head": HEAD in save}
-    why, stays = "frozen: no gradient, no state", "frozen: held in the products' type, and so never cast"
+    note, stays = "frozen: no gradient, no state", "frozen: held in the products' type, and so never cast"
     yield ledger.freeze_rule(
-        tagged(no=("adapters", "tower", *(part for part, learns in trained.items() if learns))), why
+        tagged(no=("adapters", "tower", *(part for part, learns in trained.items() if learns))), note
     )
-    if Part.LINEARS not in env.claimed:  # else the technique that stores them has rules
+    if Part.LINEARS not in env.claimed:  # else the technique that claims them has rules
         yield live("weights.blocks", stays, role="product")
     if not trained["embedding"]:
         yield live("weights.embedding", stays, role="product")
     if not trained["head"] and env.shape is not None and not env.shape.tied:
         yield live("weights.head", stays, role="product")
     if not any(trained.values()):
-        yield live(tagged("tied"), why, gone=True)
+        yield live(tagged("tied"), note, gone=True)
     yield live("casts.blocks", stays, gone=True)
     if (r := env.rollout) is not None and not r.served and env.device.kind == "cuda":
         yield live("rollout.weights", stays, role="product")
@@ -331,39 +331,39 @@ def predict_frozen(
 
 
 def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Iterator[Rule]:
-    """Yield that a frozen matmul does not save its input; an adapter may."""
+    """Yield the rules for saved inputs: frozen matmuls do not save theirs, adapters may."""
     kept: list[Tag] = [part for part, linear in OWN if linear in keep]
-    kept += ["heads"] if Part.ATTENTION in env.claimed else []  # kernels save their output
+    kept += ["heads"] if Part.ATTENTION in env.claimed else []  # attention kernels save their output
     yield live(tagged("product-input", no=kept), "no frozen product keeps what enters it", gone=True)
     if shape.delta is not None:
         yield live("saved.rule.taps", "only the convolution's own gradient reads it", gone=True)
     L = env.blocks
-    first = next((name for name in DELTA[:-1] if name in keep), "")  # they have one input
+    first = next((name for name in DELTA[:-1] if name in keep), "")  # they share one input
     counted = {n for n, linear in shape.linears.items() if linear.module == "down" and "down" in keep}  # saved.product
     for name in sorted(set(keep) - {"o", "down", "routed", *counted, *(set(DELTA) - {first})}):
-        why, linear = f"what enters {name}, kept for its adapter", shape.linears[name]
-        values = 0 if linear.module == "o" else len(linear.layers) * linear.inputs  # what attention gives is kept
-        # Without a norm before it a linear reads the stream, which is kept already, or a narrower copy of it.
+        note, linear = f"what enters {name}, kept for its adapter", shape.linears[name]
+        values = 0 if linear.module == "o" else len(linear.layers) * linear.inputs  # attention's output is saved
+        # Without a norm before it, a linear reads the residual stream, which is saved already, or a narrower copy.
         role: Role = "cast" if shape.norms == "after" and name in ("qkv", "gate_up") else "product"
-        yield add(saved(f"enters.{name}", why, values, L, role=role))
+        yield add(saved(f"enters.{name}", note, values, L, role=role))
         if isinstance(shape, TracedShape):
-            why, again = "autocast copies it for each linear", values * (len(linear.pieces) - 1)
-            yield add(saved(f"enters.{name} again", why, again, L, role="cast"))
+            note, again = "autocast copies it for each linear", values * (len(linear.pieces) - 1)
+            yield add(saved(f"enters.{name} again", note, again, L, role="cast"))
 
 
 def _added(env: Environment, shape: ModelShape, added: Collection[str]) -> Iterator[Rule]:
-    """Yield the work of adding for each linear, even 0, because a technique that owns its matmul may add there."""
+    """Yield the work of adding for each linear, even if 0, because a technique that owns its matmul may add there."""
     for name, linear in shape.linears.items():
         values = 2.0 * len(linear.layers) * linear.outputs * (name in added)
-        why = "what a linear gave, read and written"
-        yield add(WorkItem(f"forward.added.{name}", why, "token", values=values, role="product", of=("forward",)))
+        note = "what a linear gave, read and written"
+        yield add(WorkItem(f"forward.added.{name}", note, "token", values=values, role="product", of=("forward",)))
 
 
-# Of what adapters may keep, the part of a block whose line the baseline has, and the linear that keeps it.
+# Inputs that adapters may save and that have a line in the baseline: the part of a block, and the linear that saves it.
 OWN: tuple[tuple[Tag, str], ...] = (("mlp", "down"), ("heads", "o"), ("experts", "routed"), ("delta", "out_proj"))
 
 
-# Roles of the weights, gradients and states of adapters.
+# Roles of adapters' weights, gradients and states.
 _WIDE: tuple[Role, Role, Role] = ("wide", "wide", "wide")
 _NARROW: tuple[Role, Role, Role] = ("weight", "gradient", "state")
 
@@ -371,15 +371,15 @@ _NARROW: tuple[Role, Role, Role] = ("weight", "gradient", "state")
 def _learnt(
     env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequence[tuple[int, int]], narrow: bool
 ) -> Iterator[Rule]:
-    """Yield the lines of the trained values, and the update's share."""
+    """Yield the lines for the trained values, and their share of the update."""
     L, values = env.blocks, sum(size * layers for size, layers in learnt)
     beside = s.vocab * s.width * (any(outer) if s.tied else sum(outer))
-    why = f"{values:,} parameters of adapters, in {'bfloat16' if narrow else 'float32'}"
+    note = f"{values:,} parameters of adapters, in {'bfloat16' if narrow else 'float32'}"
     weight, gradient, state = _NARROW if narrow else _WIDE
     yield add(
-        Line("weights.adapters", why, values, weight, "always", blocks=L, of=("weights", "adapters")),
-        Line("gradients.adapters", why, values, gradient, "gradient", blocks=L, of=("gradients", "adapters")),
-        Line("states.adapters", f"{why}: a mean and a mean square each", 2 * values, state, "always", blocks=L,
+        Line("weights.adapters", note, values, weight, "always", blocks=L, of=("weights", "adapters")),
+        Line("gradients.adapters", note, values, gradient, "gradient", blocks=L, of=("gradients", "adapters")),
+        Line("states.adapters", f"{note}: a mean and a mean square each", 2 * values, state, "always", blocks=L,
              of=("states", "adapters")),
     )  # fmt: skip
     share = (values + beside) / s.parameters
@@ -390,27 +390,27 @@ def _learnt(
         largest = s.vocab * s.width if beside else max(size for size, _ in learnt)
         tensors = float(sum(layers for _, layers in learnt) + sum(outer))
         yield live("update.loop", "of what is trained, see update.adapters", gone=True)
-        why = "two temporaries of the largest parameter that is trained"
-        launches, moved = (3.0, 7.0) if narrow else (14.0, 11.0)  # one kernel a parameter makes no temporaries
+        note = "two temporaries of the largest parameter that is trained"
+        launches, moved = (3.0, 7.0) if narrow else (14.0, 11.0)  # one kernel per parameter needs no temporaries
         yield add(
-            Line("update.adapters", why, 0 if narrow else 2 * largest, weight, "update", of=("update", "adapters")),
+            Line("update.adapters", note, 0 if narrow else 2 * largest, weight, "update", of=("update", "adapters")),
             WorkItem("update.adapters", "one operator at a time", "step", values=moved * (values + beside), role=weight,
                  launches=launches * tensors, of=("update", "adapters")),
         )  # fmt: skip
 
 
-# --- Frozen linears in fewer bits: lines of the ledger, requirements of the kernels.
+# --- Quantized frozen linears: lines of the ledger, requirements of the kernels.
 
 
 def demand_compilers(technique: str, device: Device) -> None:
-    """Raise NeedsError for a CUDA device for which this machine cannot build our Triton kernels; a CPU needs none."""
+    """Raise NeedsError if this machine cannot build our Triton kernels for a CUDA device; a CPU needs none."""
     for need in compilers(device) if device.kind == "cuda" else ():
         if not need.met:
             raise NeedsError(need.asked.replace("torch.compile", f"`{technique}`"), need.found, need.do)
 
 
 def expert_share(shape: ModelShape | None) -> float:
-    """Return the matrices of experts as a share of the blocks' parameters."""
+    """Return the share of the experts' matrices in the blocks' parameters."""
     if shape is None or shape.experts is None:
         return 0.0
     e, s = shape.experts, shape
@@ -419,18 +419,18 @@ def expert_share(shape: ModelShape | None) -> float:
 
 
 def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
-    """Yield the rules for blocks with `width_bytes` per weight; the few norm values are counted alike."""
-    why = f"frozen, in {8 * width_bytes:.3f} bits each"
-    yield ledger.retype({"stored": width_bytes}, why)
-    yield live("weights.blocks", why, role="stored")
+    """Yield the rules for blocks with `width_bytes` per weight, which is also assumed for the few values of norms."""
+    note = f"frozen, in {8 * width_bytes:.3f} bits each"
+    yield ledger.retype({"stored": width_bytes}, note)
+    yield live("weights.blocks", note, role="stored")
     yield live("casts.blocks", "made dense in the products' type, never cast", gone=True)
     routed = env.shape is not None and env.shape.experts is not None
-    launches = ledger.OURS * (6.0 if routed else 7.0) * env.blocks  # one for each of q, k, v, o, gate, up, down
+    launches = ledger.OURS * (6.0 if routed else 7.0) * env.blocks  # q, k, v, o, gate, up, down
     for way in WAYS:
-        why = "codes of a linear read, to make it dense"
-        yield like("casts.blocks", WorkItem(f"{way}.packed", why, "micro", values=1.0, role="stored", of=(way,)))
-        why = "the weight of a linear, dequantized and written"
-        yield like("casts.blocks", WorkItem(f"{way}.unpacked", why, "micro", values=1.0, role="product", of=(way,)))
+        note = "codes of a linear read, to make it dense"
+        yield like("casts.blocks", WorkItem(f"{way}.packed", note, "micro", values=1.0, role="stored", of=(way,)))
+        note = "the weight of a linear, dequantized and written"
+        yield like("casts.blocks", WorkItem(f"{way}.unpacked", note, "micro", values=1.0, role="product", of=(way,)))
         yield add(ledger.launched(way, "unpacking.launches", "a kernel for each piece", launches))
     if env.shape is not None:
         s = env.shape
@@ -438,6 +438,6 @@ def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
         inside = 0 if s.experts is None else 2 * s.experts.count * s.experts.ff_width * s.width
         inside = s.largest_stack if isinstance(s, TracedShape) else inside
         if inside > largest:
-            largest, why = inside, "gate and up of a layer's experts, dense while they multiply"
+            largest, note = inside, "gate and up of a layer's experts, dense while they multiply"
         for way in WAYS:
-            yield add(Line(f"working.dense.{way}", why, largest, "product", way))
+            yield add(Line(f"working.dense.{way}", note, largest, "product", way))

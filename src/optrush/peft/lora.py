@@ -1,8 +1,8 @@
 """Low-rank adapters of a linear (LoRA, with rsLoRA's scaling and DoRA's magnitudes): W x + s B A x.
 
-The matrices A (rank x width) of a fused linear's chosen pieces are stacked, so one product computes all of A x. B is in
-the linear's order of rows and is padded with zeros to one column for each row of A, so one product adds all of B A x.
-Products are in the type of the linear's output; the parameters are float32, or bfloat16 where `Settings` has it so.
+The matrices A (rank x width) of a fused linear's chosen pieces are stacked, so one matmul computes all of A x. B is in
+the linear's order of rows and is padded with zeros to one column per row of A, so one matmul adds all of B A x. Matmuls
+are in the dtype of the linear's output; the parameters are float32, or bfloat16 with `Settings.narrow`.
 
 DoRA scales each row of the sum to a learned length: m (W + s B A) x / |W + s B A|. The lengths are constants for the
 gradient (section 4.3 of the paper), computed without the sum: |w + s b A|^2 = |w|^2 + 2 s b.(A w) + s^2 b A A^T b.
@@ -43,8 +43,8 @@ from optrush.peft.quantized import PackedLayout, unpacked
 
 # --- A frozen linear with a low-rank sum as one function, W x + U A x, forward and backward.
 #
-# Saved for the backward pass: the input, A x, the small matrices, and the stored form of the weight; no weight that was
-# dequantized.
+# Saved for the backward pass: the input, A x, the small matrices, and the stored form of the weight, but no dequantized
+# weight.
 #
 # Legend: r rows of A; U is B with its factor.
 
@@ -52,11 +52,11 @@ from optrush.peft.quantized import PackedLayout, unpacked
 def weight_of(
     layout: PackedLayout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int, room: Padding
 ) -> Tensor:
-    """Return a dense weight; where `room` demands it, padded for `narrow` below it (dim 0) or to its right (1).
+    """Return a dense weight; if `room` requires it, with padding for `narrow` below (dim 0) or to the right (1).
 
     Args:
-        layout: None: `parts` is the weight itself, padded already.
-        use: as in `quantized.dequantize_linear`.
+        layout: None: `parts` is the dense weight, already padded.
+        use: like in `quantized.dequantize_linear`.
     """
     if layout is None:
         return parts[0]
@@ -70,9 +70,9 @@ def weight_of(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """Take x (N, D), A (r, D), U (rows, r), bias (rows,) or None, of one type, backend, padding, and the weight.
+        """Arguments: x (N, D), A (r, D), U (rows, r), bias (rows,) or None, all of one dtype; backend; padding; weight.
 
-        Not by name: as in `quantized._Product`. The weight, its layout and its parts, has no gradient.
+        Not named, like in `quantized._Product`. The weight is its layout and its parts, and has no gradient.
         """
         x, a, u, bias, by, room, layout, *parts = given
         ctx.layout, ctx.by, ctx.room = layout, by, room
@@ -100,14 +100,14 @@ class _Linear(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold the options of all adapters of a model."""
+    """The options of all adapters of a model."""
 
     rank: int
     alpha: float
     dropout: float
     rslora: bool
     dora: bool
-    narrow: bool = False  # parameters in bfloat16
+    narrow: bool = False  # bfloat16 parameters
 
     @property
     def dtype(self) -> torch.dtype:
@@ -119,7 +119,7 @@ class Settings:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of PEFT's adapter_config.json."""
-        alpha = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha  # as PEFT writes it
+        alpha = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha  # like PEFT
         return {
             "peft_type": "LORA", "r": self.rank, "lora_alpha": alpha, "lora_dropout": self.dropout,
             "use_rslora": self.rslora, "use_dora": self.dora, "bias": "none", "fan_in_fan_out": False,
@@ -128,7 +128,7 @@ class Settings:
 
 
 class Lora(LinearAdapter):
-    """Legend: r rank, n chosen pieces, D the linear's width."""
+    """A LoRA or DoRA adapter. Legend: r rank, n chosen pieces, D the linear's width."""
 
     def __init__(
         self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle, settings: Settings,
@@ -137,8 +137,8 @@ class Lora(LinearAdapter):
         """Build the parameters.
 
         Args:
-            quack: multiply by the frozen weight with QuACK's kernels, where its sizes allow.
-            split: of a linear whose frozen weight is what its first adapter leaves of the published one.
+            quack: multiply by the frozen weight with QuACK's kernels, if its sizes allow.
+            split: source of the initial adapter, if the frozen weight is the published one minus that adapter.
         """
         super().__init__(linear, modules, names, switch)
         self.s, n = settings, len(self.hf)
@@ -153,13 +153,13 @@ class Lora(LinearAdapter):
         elif settings.dropout:
             self.unsplittable = f"dropout={settings.dropout:g}, which would be drawn alike for each rank's columns"
         self._dense, stored = linear.dequantized, linear.quantized
-        # Decided here, because torch 2.11 compiles no comparison of methods; in a tuple, so that the module stays the
-        # linear's submodule.
+        # Decided here, because torch 2.11 cannot compile a comparison of methods; in a tuple, so that the module is not
+        # registered as a submodule here.
         held = stored is not None and linear.matmul == stored.product
         self._stored, self._matrix = (stored if held else None,), linear.matmul is F.linear
 
     def adapted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Implement `LinearAdapter.adapted`, as one function where nothing but U A x is added to a frozen matrix."""
+        """Implement `LinearAdapter.adapted`, as one function if only U A x is added to a frozen matrix's output."""
         dtype = compute_dtype(x)
         low_rank, base = self.low_rank(dtype), self._base(weight, dtype)
         if low_rank is not None and base is not None:
@@ -186,7 +186,7 @@ class Lora(LinearAdapter):
         return a.to(dtype), (self.up(b) * self.s.scaling).to(dtype)  # rounded once
 
     def _base(self, weight: Tensor | None, dtype: torch.dtype) -> tuple[Any, ...] | None:
-        """Return layout and parts of a frozen matrix, if the inner product multiplies by one and does nothing else."""
+        """Return layout and parts of the frozen matrix if the inner matmul does nothing else; None otherwise."""
         (stored,) = self._stored
         if stored is not None:
             return stored.layout, *stored.parts()
@@ -196,7 +196,7 @@ class Lora(LinearAdapter):
         return None, weight.to(dtype)
 
     def up(self, b: Tensor) -> Tensor:
-        """Return B as a matrix from all of A x to all rows: (rows, n r)."""
+        """Return B as one matrix (rows, n r), which maps all of A x to all rows."""
         r, n = self.s.rank, len(self.hf)
         if len(self.sizes) == 1:
             return b
@@ -211,7 +211,7 @@ class Lora(LinearAdapter):
 
     @torch.no_grad()
     def lengths(self, dense: Tensor) -> Tensor:
-        """Return the length of each row of W + s B A for a weight (rows, D): (rows,) float32 at least."""
+        """Return the length of each row of W + s B A for a weight (rows, D): (rows,), at least float32."""
         wide, s = torch.promote_types(dense.dtype, torch.float32), self.s.scaling
         with torch.autocast(dense.device.type, enabled=False):
             a, up = self.a.to(wide), self.up(self.b.to(wide))
@@ -239,13 +239,13 @@ class Lora(LinearAdapter):
         def of(key: str) -> list[Tensor]:
             return [tensors[f"{module}.{key}"] for module in self.hf]
 
-        found = {"a": torch.cat(of("lora_A.weight")), "b": self.together(of("lora_B.weight"))}
-        return found | ({"magnitude": self.together(of("lora_magnitude_vector"))} if self.s.dora else {})
+        ours = {"a": torch.cat(of("lora_A.weight")), "b": self.together(of("lora_B.weight"))}
+        return ours | ({"magnitude": self.together(of("lora_magnitude_vector"))} if self.s.dora else {})
 
     def exported(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield as `published`, for the published weight: with a first adapter B0 A0, the difference B A - B0 A0.
+        """Yield like `published`, but relative to the published weight: with an initial adapter B0 A0, B A - B0 A0.
 
-        It is an adapter of twice the rank, [B, -B0] [A; A0], as PEFT converts such adapters.
+        That is an adapter of twice the rank, [B, -B0] [A; A0], as in PEFT's conversion.
         """
         for key, t in self.published(whole):
             module, _, which = key.removesuffix(".weight").rpartition(".")
@@ -277,37 +277,37 @@ class Lora(LinearAdapter):
         self, split: Decomposed, shapes: Mapping[str, Shape], which: str, local: Tensor, offset: Shape
     ) -> None:
         pairs = [split.first(hf, shape, local.device) for hf, shape in shapes.items()]
-        whole = torch.cat([a for a, _ in pairs]) if which == "a" else self.together([b for _, b in pairs])
-        fill_from(whole, local, offset)
+        full = torch.cat([a for a, _ in pairs]) if which == "a" else self.together([b for _, b in pairs])
+        fill_from(full, local, offset)
 
     def _fill_a(self, seed: int, local: Tensor, offset: Shape) -> None:
-        """Draw as kaiming_uniform_ with a = sqrt(5), each piece seeded by its own name, so independent of fusing."""
+        """Fill like kaiming_uniform_ with a = sqrt(5), each piece with a seed from its name, independent of fusing."""
         parts, bound = [], self.width**-0.5
         for module in self.hf:
-            whole = torch.empty(self.s.rank, self.width, device=local.device)
+            full = torch.empty(self.s.rank, self.width, device=local.device)
             generator = seeded_generator(seed, f"{module}.lora_A", local.device)
-            parts.append(whole.uniform_(-bound, bound, generator=generator))
+            parts.append(full.uniform_(-bound, bound, generator=generator))
         rows, columns = (slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
         local.copy_(torch.cat(parts)[rows, columns])
 
     def _fill_magnitude(self, recipe: WeightMap, weight: str, dtype: torch.dtype, local: Tensor, offset: Shape) -> None:
-        """Measure the rows of the weight in that type; of a quantized one, its dequantized values."""
+        """Fill with the lengths of the rows of the weight in `dtype`; of a quantized weight, dequantized."""
         each, group = sum(self.chosen_sizes), sum(self.sizes)
         first, last = offset[0] // each, -(-(offset[0] + len(local)) // each)  # groups that hold these rows
         rows = torch.empty((last - first) * group, self.width, device=local.device, dtype=dtype)
         recipe.fill(weight, rows, (first * group, 0))
-        found = torch.linalg.vector_norm(self.pick(rows), dim=1, dtype=torch.float32)
-        local.copy_(found[offset[0] - first * each :][: len(local)])
+        lengths = torch.linalg.vector_norm(self.pick(rows), dim=1, dtype=torch.float32)
+        local.copy_(lengths[offset[0] - first * each :][: len(local)])
 
 
-# --- The feed-forward part of frozen linears, with the activation and the adapters inside its products.
+# --- The feed-forward part of frozen linears, with the activation and the adapters inside its matmuls.
 #
-# A low-rank sum is more columns of a product: W x + U (A x) is [W | U] by [x | A x]. So the product that computes gate
-# and up, and their activation in its epilogue, also adds the adapter, and the product that computes the activation's
-# gradient sums over the down product and its adapter: adapters read and write narrow matrices only.
+# A low-rank sum adds columns to a matmul: W x + U (A x) is [W | U] by [x | A x]. So the matmul of gate and up, with
+# their activation in its epilogue, also adds the adapter. The matmul for the activation's gradient sums over the down
+# matmul and its adapter. Adapters read and write narrow matrices only.
 #
-# Saved for the backward pass: gate and up, A x of each adapter, the small matrices, and the input where gate_up has an
-# adapter; neither the activation, nor concatenated matrices, nor a weight that was dequantized.
+# Saved for the backward pass: gate and up, A x of each adapter, the small matrices, and the input if gate_up has an
+# adapter. Not saved: the activation, concatenated matrices, dequantized weights.
 #
 # Legend: r rows of the A of one linear, 0 without an active adapter; U is B with its factor.
 
@@ -337,7 +337,7 @@ def feed(x: Tensor, h: Tensor, gate_up: Linear, down: Linear) -> Tensor:
 
 
 def _low(h: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
-    """Return A (r, width) and U (rows, r) of the active adapter, in the type of h."""
+    """Return A (r, width) and U (rows, r) of the active adapter, in h's dtype; r = 0 without one."""
     if linear.adapter is not None and linear.adapter.switch.on:
         low = linear.adapter.low_rank(h.dtype)
         assert low is not None
@@ -349,15 +349,15 @@ def _weight(linear: Linear, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return the layout of the weight, None if it is dense, and its parts."""
     if linear.quantized is not None:
         return linear.quantized.layout, *linear.quantized.parts()
-    return None, linear.weight.to(dtype)  # cast outside the Function, as in `Lora._base`
+    return None, linear.weight.to(dtype)  # cast outside the Function, like in `Lora._base`
 
 
 class _Feed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """Take x and h (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, both rooms, all parts.
+        """Arguments: x, h (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, both rooms, all parts.
 
-        Not by name: as in `quantized._Product`. Returns (..., D).
+        Not named, like in `quantized._Product`. Returns (..., D).
         """
         x, h, a1, u1, a2, u2, layout1, layout2, room1, room2, *parts = given
         ctx.layouts, ctx.rooms, rows, use = (layout1, layout2), (room1, room2), h.flatten(0, -2), "forward"
@@ -370,7 +370,7 @@ class _Feed(torch.autograd.Function):
             padded = {"padded": room2.weight, "padded_x": True}
             out, z2 = low_rank(product, lower.t(), a2.t(), u2.t(), "quack", **padded)  # (N, D), (N, r)
         ctx.save_for_backward(h if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
-        total: Tensor = x + out.view_as(x)  # inside the product it costs as much on 8B (docs/log)
+        total: Tensor = x + out.view_as(x)  # inside the matmul it costs as much on 8B (docs/log)
         return total
 
     @staticmethod
@@ -399,21 +399,21 @@ class _Feed(torch.autograd.Function):
 
 
 def _split(layout: PackedLayout | None, parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Split the parts of two weights; layout: of the first."""
+    """Return the parts of the first and the second weight; layout: of the first."""
     n = 1 if layout is None else layout.parts
     return parts[:n], parts[n:]
 
 
-# --- Padding in a block for its adapters' small matrices: behind frozen weights, and behind the inputs of products.
+# --- Padding in a block for its adapters' small matrices: after frozen weights, and after the inputs of matmuls.
 #
-# Used where QuACK multiplies (`adapter.by`). Dense weights are copied with padding; quantized ones get it whenever they
-# are dequantized. Our own kernels leave padding in the inputs that they write; inputs of other kernels are copied.
+# Used if QuACK multiplies (`adapter.by`). Dense weights are copied with padding; quantized ones are dequantized with
+# it. Our kernels write their outputs with padding; outputs of other kernels are copied.
 
 
 def make_room(block: Block, *, whole: bool = True) -> int:
-    """Pad a block; return the number of slots and dense weights that changed.
+    """Add padding to a block; return the number of changed slots and dense weights.
 
-    Weights must have memory; whole: not sharded.
+    Weights must be allocated; whole: not sharded.
     """
     linears = block.qkv, block.o, *((block.gate_up, block.down) if hasattr(block, "gate_up") else ())
     qkv, o, gate_up, _ = columns = [*(_columns(linear, whole) for linear in linears), 0, 0][:4]  # or experts alone
@@ -432,7 +432,7 @@ def make_room(block: Block, *, whole: bool = True) -> int:
     if turns and qkv:
         block.split_and_rope = partial(rope.fused_split_and_rotate, grad_padding=qkv)
         changed += 1
-    # The gradient of gate and up needs none, because its product computes d_z, too (kernels/lora_matmul.py).
+    # The gradient of gate and up needs no padding: its matmul also computes d_z (kernels/lora_matmul.py).
     rooms = Padding(True, before, turns), Padding(True, attends, after), Padding(True, after), Padding(True, True)
     for linear, many, room in zip(linears, columns, rooms, strict=False):
         if many:
@@ -441,7 +441,7 @@ def make_room(block: Block, *, whole: bool = True) -> int:
 
 
 def pad_weight(linear: Linear, many: int, room: Padding, *, below: bool = True) -> bool:
-    """Set the padding of a linear with an adapter, and pad its weight if it is dense; return whether it is."""
+    """Set the padding of a linear with an adapter, and pad its weight if dense; return whether it is dense."""
     assert linear.adapter is not None
     linear.adapter.room = room
     if linear.quantized is None:
@@ -449,10 +449,10 @@ def pad_weight(linear: Linear, many: int, room: Padding, *, below: bool = True) 
     return linear.quantized is None
 
 
-def _columns(linear: Linear, whole: bool) -> int:
-    """Return the rows of A in whole tiles, where QuACK multiplies by weight and adapter at once; else 0."""
+def _columns(linear: Linear, unsharded: bool) -> int:
+    """Return the rows of A, rounded up to tiles, if QuACK multiplies by weight and adapter at once; else 0."""
     adapter = linear.adapter
     if not isinstance(adapter, Lora) or adapter.by != "quack" or linear.bias is not None:
         return 0
     low = adapter.low_rank(torch.float32)
-    return 0 if low is None or not (whole or linear.quantized is not None) else tiles(len(low[0]))
+    return 0 if low is None or not (unsharded or linear.quantized is not None) else tiles(len(low[0]))

@@ -1,17 +1,17 @@
 """Frozen weights in 4 or 8 bits, dequantized for each matmul: modules, matmuls, filling.
 
 `linear.quantized` holds, for each piece of a linear (q, k, v; gate, up), the quantized parts of its published tensor as
-plain frozen parameters, e.g. `blocks.0.qkv.quantized.q.codes`. They are bytes viewed as a 16-bit float type, because
-FSDP2 before torch 2.13 refuses to gather parameters of integers, and its policy would cast float32 scales. It never
-casts the type of the products, so that type is used (bfloat16 if it is float32). Any sharding is correct, because only
-the gathered whole is decoded.
+plain frozen parameters, e.g. `blocks.0.qkv.quantized.q.codes`. They are bytes viewed as a 16-bit float dtype, because
+FSDP2 before torch 2.13 does not gather integer parameters, and its policy would cast float32 scales. It never casts the
+matmul dtype, so the bytes are viewed as that (bfloat16 if it is float32). Any sharding is correct, because only
+gathered tensors are decoded.
 
 The dense weight of a linear exists only during its matmul: in the forward pass, and again in the backward pass for the
 gradient of the input. It is not saved in between, and neither is the input: a frozen weight has no gradient.
 
-The experts of a layer are stored as two matrices, gate_up and down, each with all experts one below the other
-(`blocks.0.experts.quantized.down.experts.codes`). Their rows are in our order, so these are the bytes of no published
-tensor, and their scales have one offset for all experts.
+The experts of a layer are stored as two matrices, gate_up and down, each with all experts stacked
+(`blocks.0.experts.quantized.down.experts.codes`). Their rows are in our order, so the bytes differ from those of the
+published tensors, and the scales have one offset for all experts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from optrush.models.layers import Pieces
 from optrush.models.weights import Mxfp4Folder, PackedFolder, Shape, WeightEntry, WeightMap, WeightSource, WithNewTokens
 
 JOINED = "joined"  # the role of a tensor with all pieces
-DENSE_values = 1 << 26  # of experts, dense at a time while they are quantized
+DENSE_values = 1 << 26  # maximum number of dense values of experts during quantization
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Form:
     """A quantized form of matrices: the parts of a matrix and their bytes."""
 
     bits: int  # 4: kernels/nf4.py, 8: kernels/int8.py
-    double: bool = False  # scales of 4-bit weights are quantized, too
-    floats: bool = False  # 4: kernels/mxfp4.py, only loaded, never quantized here
+    double: bool = False  # scales of 4-bit weights are also quantized
+    floats: bool = False  # 4 bits: kernels/mxfp4.py; loaded from checkpoints, never quantized here
 
     @property
     def kind(self) -> str:
@@ -61,7 +61,7 @@ class Form:
         return self.quantize_in_turn([values])
 
     def quantize_in_turn(self, matrices: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Quantize matrices as one stacked matrix; only one is dense at a time."""
+        """Return the parts of the stacked matrices; only one matrix is dense at a time."""
         if self.bits == 4:
             return nf4.quantize_nf4(matrices, self.double)
         made = [int8.quantize_int8(values) for values in matrices]
@@ -71,15 +71,15 @@ class Form:
 class PackedLayout(NamedTuple):
     """The composition of a dense weight: constants of a compiled graph."""
 
-    kind: str  # Form's
-    parts: int  # of all pieces
-    rows: tuple[int, ...]  # of each piece in one group
+    kind: str  # `Form.kind`
+    parts: int  # number of parts of all pieces
+    rows: tuple[int, ...]  # rows per group of each piece
     groups: int
     width: int
 
 
 class Stack(NamedTuple):
-    """The stacked matrices of a layer's experts, as a linear."""
+    """The stacked matrices of a layer's experts, described like a linear."""
 
     output_splits: Pieces
     groups: int
@@ -87,7 +87,7 @@ class Stack(NamedTuple):
 
 
 class QuantizedLinear(nn.Module):
-    """A linear's weight in another form, or the matrices of a layer's experts."""
+    """The quantized weight of a linear, or the quantized matrices of a layer's experts."""
 
     def __init__(self, linear: Linear | Stack, form: Form, carrier: torch.dtype, joined: bool = False) -> None:
         """joined: one tensor has all pieces stacked, like the published one."""
@@ -102,22 +102,22 @@ class QuantizedLinear(nn.Module):
         self.layout = PackedLayout(form.kind, len(self.parts()), rows_of, linear.groups, linear.in_features)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight (rows, width), in the linear's own order of rows."""
+        """Return the dense weight (rows, width), in the linear's order of rows."""
         return unpacked(self.parts(), self.layout, dtype, "export")
 
     def parts(self) -> list[Tensor]:
-        """Return the stored parts by attribute access: sharding that gathers on access sees each read."""
+        """Return the stored parts, by attribute access: some sharding gathers a parameter on access."""
         return [getattr(piece, name) for piece in self.children() for name in piece._parameters]
 
     def product(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Implement the linear's `matmul`; under autocast in its type."""
+        """Implement the linear's `matmul`; under autocast in autocast's dtype."""
         dtype = compute_dtype(x)
         bias = None if bias is None else bias.to(dtype)
         y: Tensor = _Product.apply(x.to(dtype), bias, None, None, self.layout, *self.parts())  # type: ignore[no-untyped-call]
         return y
 
     def grouped_product(self, x: Tensor, ends: Tensor, grouped: Grouped = grouped_matmul) -> Tensor:
-        """Multiply groups of rows x (rows, width), ending at `ends` (N,), by their experts' matrices."""
+        """Return the groups of rows x (rows, width), which end at `ends` (N,), times their experts' matrices."""
         y: Tensor = _Product.apply(x, None, ends, grouped, self.layout, *self.parts())  # type: ignore[no-untyped-call]
         return y
 
@@ -125,9 +125,9 @@ class QuantizedLinear(nn.Module):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """Take x, bias or None, ends of groups of rows and their product, or None, the layout, the parts.
+        """Arguments: x, bias or None, ends of groups of rows or None, their matmul or None, the layout, the parts.
 
-        Not by name: without gradients torch.compile omits `ctx` from a call of as many arguments as there are names.
+        Not named: without gradients, torch.compile omits `ctx` if a call has as many arguments as there are names.
         """
         x, bias, ends, grouped, layout, *parts = given
         ctx.layout, ctx.grouped = layout, grouped
@@ -156,7 +156,7 @@ class _Product(torch.autograd.Function):
 def unpacked(
     parts: Sequence[Tensor], layout: PackedLayout, dtype: torch.dtype, use: str, room: tuple[int, int] = (0, 0)
 ) -> Tensor:
-    """Call `dequantize_linear` with a layout."""
+    """Return the result of `dequantize_linear` for a layout."""
     made: Tensor = dequantize_linear(
         [*parts], layout.kind, [*layout.rows], layout.groups, layout.width, dtype, use, [*room]
     )
@@ -168,14 +168,14 @@ def dequantize_linear(
     parts: Sequence[Tensor], kind: str, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
     room: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """Dequantize the weight (rows, width) of a linear. One operator, so that a compiler saves no intermediates.
+    """Return the dense weight (rows, width) of a linear. One operator, so that a compiler saves no intermediates.
 
     Args:
-        parts: of each piece in turn, or of one stacked tensor; bytes as views of any dtype.
-        kind: Form's.
-        rows: of each piece in one group.
-        use: the purpose. A compiler would merge two equal calls and keep the weight in between.
-        room: rows and columns after the weight, filled by the caller.
+        parts: of each piece in turn, or of one stacked tensor; bytes viewed as any dtype.
+        kind: `Form.kind`.
+        rows: rows per group of each piece.
+        use: the purpose; a compiler would merge two equal calls and keep the weight in between.
+        room: number of rows and columns after the weight, filled by the caller.
     """
     many = groups * sum(rows)
     out = torch.empty(many + room[0], width + room[1], dtype=dtype, device=parts[0].device)
@@ -190,15 +190,15 @@ def dequantize_linear(
         for target, first, last in zip(pieces, ends, ends[1:], strict=False):
             _dequantize(_cut(held, kind, first * width, last * width, width), kind, target)
         return out
-    whole = out.new_empty(many, width)
-    _dequantize(held, kind, whole)
+    stacked = out.new_empty(many, width)
+    _dequantize(held, kind, stacked)
     for target, first, last in zip(pieces, ends, ends[1:], strict=False):
-        target.copy_(whole[first:last].view(target.shape))
+        target.copy_(stacked[first:last].view(target.shape))
     return out
 
 
 def _dequantize(parts: Sequence[Tensor], kind: str, out: Tensor) -> None:
-    """Dequantize the parts of one tensor, bytes, into `out`."""
+    """Dequantize one tensor into `out`, from its parts as bytes."""
     first, *rest = parts
     if kind == "mxfp4":
         mxfp4.dequantize_mxfp4((first, *rest), out)
@@ -209,16 +209,16 @@ def _dequantize(parts: Sequence[Tensor], kind: str, out: Tensor) -> None:
 
 
 def _cut(parts: Sequence[Tensor], kind: str, first: int, last: int, width: int) -> list[Tensor]:
-    """Return the parts of values [first, last) of a tensor; both ends are at scale blocks."""
+    """Return the parts for the values [first, last) of a tensor; both are at boundaries of scale blocks."""
     codes, *scales = parts
     if kind == "int8":
         return [codes[first:last], scales[0][4 * first // width : 4 * last // width]]
     of, each = nf4.BLOCK, 4 if len(scales) == 1 else 1
-    found = [codes[first // 2 : last // 2], scales[0][each * first // of : each * last // of]]
+    cut = [codes[first // 2 : last // 2], scales[0][each * first // of : each * last // of]]
     if len(scales) > 1:  # the offset of all scales comes last
         of *= nf4.NESTED
-        found.append(torch.cat((scales[1][4 * first // of : 4 * last // of], scales[1][-4:])))
-    return found
+        cut.append(torch.cat((scales[1][4 * first // of : 4 * last // of], scales[1][-4:])))
+    return cut
 
 
 @dequantize_linear.register_fake
@@ -236,11 +236,11 @@ def quantize_model(
     precision: torch.dtype | None,
     of_experts: Form | None = None,
 ) -> int:
-    """Quantize the weights of all linears and experts of the blocks, on the meta device; return how many changed.
+    """Quantize the weights of the blocks' linears and experts, on the meta device; return the number of modules.
 
     Args:
         recipe: of the dense weights; gets the fillers of the quantized ones.
-        precision: type of the products, if it is not that of the weights.
+        precision: the matmul dtype, if it differs from the weights'.
         of_experts: the experts' form, if different.
     """
     of_experts = of_experts or form
@@ -273,7 +273,7 @@ def quantize_model(
 
 
 def _check_packed(model: Decoder | HFModel, recipe: WeightMap, source: WeightSource, form: Form) -> None:
-    """Raise NeedsError if a folder's packed tensors are not weights of the blocks' linears, or have another form."""
+    """Raise NeedsError for packed tensors that are not weights of the blocks' linears, or have another form."""
     if not isinstance(source, PackedFolder):
         return
     linears = {hf for name, _ in model.linears() for hf, _ in recipe.entries[f"{name}.weight"].pieces}
@@ -304,8 +304,8 @@ def _check_stacked(name: str, experts: StackedMatrices, form: Form) -> None:
 
 
 class _Reader:
-    """Fills parts of quantized tensors. It holds one tensor at a time, and reads it whole even for a small shard,
-    because the offset of its scales is a mean over all of it."""
+    """Fill parts of quantized tensors. Holds one tensor at a time, and reads all of it even for a small shard, because
+    the offset of its scales is a mean over the full tensor."""
 
     def __init__(self, recipe: WeightMap, form: Form) -> None:
         self.source = recipe.source.source if isinstance(recipe.source, WithNewTokens) else recipe.source
@@ -315,18 +315,18 @@ class _Reader:
     def part(
         self, name: str, read: Callable[[torch.device], dict[str, Tensor]], part: str, local: Tensor, offset: Shape
     ) -> None:
-        """Fill one part of the tensor of that name, whose parts `read` returns."""
+        """Fill one part of the tensor `name`, whose parts `read` returns."""
         if self.name != name:
             self.parts = {}  # freed before the next tensor is read
             self.name, self.parts = name, read(local.device)
-        found, held = self.parts[part][2 * offset[0] :][: 2 * local.numel()], local.view(torch.uint8)
-        held[: found.numel()].copy_(found)
-        held[found.numel() :].zero_()  # if the number of bytes is odd
+        values, held = self.parts[part][2 * offset[0] :][: 2 * local.numel()], local.view(torch.uint8)
+        held[: values.numel()].copy_(values)
+        held[values.numel() :].zero_()  # if the number of bytes is odd
         if part == list(self.parts)[-1]:  # parts are filled in this order
             self.name, self.parts = "", {}
 
     def weight(self, entry: WeightEntry, layout: PackedLayout, local: Tensor, offset: Shape) -> None:
-        """Fill with the dequantized weight, to measure it."""
+        """Fill with the dequantized weight, for measurements."""
         parts = [p for hf, shape in entry.hf_shapes() for p in self.read(hf, shape, local.device).values()]
         rectangle = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
         local.copy_(unpacked(parts, layout, torch.float32, "fill")[rectangle])
@@ -340,7 +340,7 @@ class _Reader:
         return _bytes(parts, device)
 
     def read_experts(self, entry: WeightEntry, form: Form, device: torch.device) -> dict[str, Tensor]:
-        """Return the parts of a matrix of every expert; only a few experts are dense at a time."""
+        """Return the parts of one matrix of all experts; only a few experts are dense at a time."""
         if form.floats:
             name = entry.pieces[0][0]
             if not isinstance(self.source, Mxfp4Folder) or name not in self.source.packed:
