@@ -1,4 +1,4 @@
-"""Kernels, one operator a module, each with a plain reference; here the types in which operators compute."""
+"""Kernels, one operator per module, each with a plain reference; and the types in which operators compute."""
 
 from __future__ import annotations
 
