@@ -95,7 +95,7 @@ def quantize_blocks(x: Tensor, signed: bool, bits: Bits) -> tuple[Tensor, Tensor
     """Return the nearest codes and the blocks' scales; a tie may go either way, as in the kernel.
 
     Args:
-    x: (R, C) float32, not negative if `signed` is False.
+        x: (R, C) float32, not negative if `signed` is False.
 
     Returns:
         (R, ceil(C bits / 8)) uint8 and (R, ceil(C / BLOCK[bits])) float32.

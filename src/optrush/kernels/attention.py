@@ -249,8 +249,8 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     """Compute cuDNN's fused attention for rows of one document.
 
     Raises:
-    NeedsError: several documents per row.
-    RuntimeError: by torch, if cuDNN has no kernel for these shapes, type or device.
+        NeedsError: several documents per row.
+        RuntimeError: by torch, if cuDNN has no kernel for these shapes, type or device.
     """
     if not documents.single:
         do = "use varlen or sdpa attention, or one document per row"

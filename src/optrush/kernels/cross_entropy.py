@@ -208,9 +208,9 @@ def chunked_cross_entropy(
     recomputes the logits from hidden and weight.
 
     Args:
-    chunk: maximum number of rows at a time; chunks have equal sizes, so that a small last chunk needs no other shape.
-    inner: replaces `chunk_loss`, e.g. by torch.compile of it.
-    whole: False if `weight` is a shard: `inner` then computes the losses without gradients, too.
+        chunk: maximum number of rows at a time; chunks have equal sizes, so that a last chunk needs no other shape.
+        inner: replaces `chunk_loss`, e.g. by torch.compile of it.
+        whole: False if `weight` is a shard: `inner` then computes the losses without gradients, too.
     """
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     settings = _Settings(scale, softcap, chunk, inner or chunk_loss, compute_dtype(hidden), whole)

@@ -116,8 +116,8 @@ def low_rank(
     Without gradient: for use inside a Function.
 
     Args:
-    padded: wide, or its transpose, has padding for `second`; QuACK only, without bias.
-    padded_x: x has padding for x first.
+        padded: wide, or its transpose, has padding for `second`; QuACK only, without bias.
+        padded_x: x has padding for x first.
     """
     if not first.shape[1]:
         return x @ wide if bias is None else torch.addmm(bias, x, wide), x @ first

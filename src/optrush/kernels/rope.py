@@ -59,7 +59,7 @@ def split_and_scale(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | No
     """Implement the signature of `SplitAndRotate` without a rotation.
 
     Args:
-    cos: (B, T, 1, 1), the factor of the queries.
+        cos: (B, T, 1, 1), the factor of the queries.
     """
     q, k, v = _split(qkv)
     return (q * cos).to(v.dtype), k.contiguous(), v

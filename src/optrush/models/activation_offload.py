@@ -80,8 +80,8 @@ class Pages:
     """Host memory in equal pages, allocated once and reused in every step.
 
     Args:
-    size: bytes per page.
-    take: called with the bytes of the next allocation; raises MemoryError if they are too many.
+        size: bytes per page.
+        take: called with the bytes of the next allocation; raises MemoryError if they are too many.
     """
 
     def __init__(self, lane: Lane, size: int, take: Callable[[int], None] = lambda size: None) -> None:
@@ -177,9 +177,9 @@ class Offload:
     """Offloads the saved tensors of `blocks` blocks, except the last `keep`.
 
     Args:
-    page: bytes per page.
-    least: bytes of the smallest storage that is moved.
-    take: see `Pages`.
+        page: bytes per page.
+        least: bytes of the smallest storage that is moved.
+        take: see `Pages`.
     """
 
     def __init__(

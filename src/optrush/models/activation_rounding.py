@@ -129,8 +129,8 @@ class RoundedActivations:
     """Rounds the tensors saved by a decoder's blocks.
 
     Args:
-    stream_ranks: ranks that shard T between the blocks; inside, each has all of it.
-    low: adapters' ranks: a tensor of such a width with a gradient was computed from an adapter's parameters.
+        stream_ranks: ranks that shard T between the blocks; inside, each has all of it.
+        low: adapters' ranks: a tensor of such a width with a gradient was computed from an adapter's parameters.
     """
 
     def __init__(self, stream_ranks: int, low: frozenset[int]) -> None:

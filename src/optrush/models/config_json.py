@@ -106,7 +106,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
     """Read a model's config.json: one JSON object, with values of the types in `_TYPES`.
 
     Raises:
-    ConfigError: not a JSON object, or too large; a value of a wrong type or out of range, by file and key.
+        ConfigError: not a JSON object, or too large; a value of a wrong type or out of range, by file and key.
     """
     do = "download the model again"
     if (size := file.stat().st_size) > MOST_BYTES:

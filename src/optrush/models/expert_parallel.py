@@ -109,12 +109,12 @@ def places(ends: Tensor, ranks: int, group: str, layer: Tensor) -> tuple[Tensor,
     """Exchange how many rows each rank has for each expert, except in a recomputation.
 
     Args:
-    ends: (N,) int32, of this rank's rows in the order of all experts.
-    layer: its number () on the host; an int would be a constant that gives each layer its own graph.
+        ends: (N,) int32, of this rank's rows in the order of all experts.
+        layer: its number () on the host; an int would be a constant that gives each layer its own graph.
 
     Returns:
-    sizes (2, n) int64 on the host: rows to and from each rank; numbers (M,) of the local experts, 0 to N/n - 1,
-    ascending; order (M,) of the arriving rows, and its inverse; ends (N/n,) int32 of rows in that order.
+        sizes (2, n) int64 on the host: rows to and from each rank; numbers (M,) of the local experts, 0 to N/n - 1,
+        ascending; order (M,) of the arriving rows, and its inverse; ends (N/n,) int32 of rows in that order.
     """
     key = (group, int(layer))
     if _runs_again():
@@ -180,7 +180,7 @@ def send_back(
     """Invert `send`: y (M, C) -> (rows, C), in the order of all experts on the rank that sent them.
 
     Args:
-    ends: no saved tensor depends on the result, so a recomputation returns zeros.
+        ends: no saved tensor depends on the result, so a recomputation returns zeros.
     """
     if ends and _runs_again():
         return y.new_zeros(rows, y.shape[1])

@@ -43,7 +43,7 @@ def write_fp8(folder: Path, to: Path) -> int:
         to: an empty folder.
 
     Raises:
-    NeedsError: experts in one tensor per layer, for which the format has no layout, or no linears.
+        NeedsError: experts in one tensor per layer, for which the format has no layout, or no linears.
     """
     hf, files = read_config_json(folder / "config.json"), Folder(folder).files
     linears, others = _modules(folder, hf)

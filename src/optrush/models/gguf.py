@@ -49,11 +49,11 @@ def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
 
     Args:
         folder: config.json, safetensors, tokenizer.json and generation_config.json.
-    kind: of the matrices; vectors are float32. q8_0 falls back to f16 for rows that are not a multiple of 32.
+        kind: of the matrices; vectors are float32. q8_0 falls back to f16 for rows that are not a multiple of 32.
 
     Raises:
-    NeedsError: a family or tokenizer that the format does not support, or no package gguf.
-    RunError: a tensor differs when read back.
+        NeedsError: a family or tokenizer that the format does not support, or no package gguf.
+        RunError: a tensor differs when read back.
     """
     demand_gguf()
     import gguf

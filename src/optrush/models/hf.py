@@ -75,7 +75,7 @@ class HFModel(nn.Module):
     """A transformers model with the attributes of `models.decoder.Decoder` (documented there).
 
     Args:
-    hf_model: ...ForCausalLM with real values on the CPU; its modules are reused, but not its class.
+        hf_model: ...ForCausalLM with real values on the CPU; its modules are reused, but not its class.
     """
 
     supports_packing = True  # `probe_model` sets False if documents of a row mix
@@ -214,8 +214,8 @@ class HFModel(nn.Module):
     def set_attention(self, name: str) -> int:
         """Select transformers' 'masked' or 'sdpa' attention; return the number of blocks changed.
 
-            Raises:
-        NeedsError: another name, or sdpa with capped scores (transformers' sdpa ignores the cap).
+        Raises:
+            NeedsError: another name, or sdpa with capped scores (transformers' sdpa ignores the cap).
         """
         if name not in ATTENTIONS:
             do = "use one of them, or a model family of our own decoder"
@@ -284,10 +284,10 @@ def load_hf(
     """Load or draw a transformers model on the CPU and probe it; return it on the meta device with its weight map.
 
     Args:
-    growth: new tokens; `hf` already has the larger vocabulary, the folder does not.
+        growth: new tokens; `hf` already has the larger vocabulary, the folder does not.
 
     Raises:
-    NeedsError: transformers does not support it, the weights do not fit, or the probe found a difference.
+        NeedsError: transformers does not support it, the weights do not fit, or the probe found a difference.
     """
     refuse_balance(as_text(hf))
     published = hf if growth is None else with_vocabulary(hf, growth.rows)
@@ -708,14 +708,14 @@ def load(
     """Build a model on the meta device, and the map of its weights.
 
     Args:
-    folder: of safetensors and config.json; None draws random weights from `seed`.
-    hf: the config.json, possibly edited; the folder's is ignored.
-    implementation: None uses our own decoder if it supports the model, else transformers'.
-    growth: new tokens; `hf` already has the larger vocabulary, the folder does not.
+        folder: of safetensors and config.json; None draws random weights from `seed`.
+        hf: the config.json, possibly edited; the folder's is ignored.
+        implementation: None uses our own decoder if it supports the model, else transformers'.
+        growth: new tokens; `hf` already has the larger vocabulary, the folder does not.
 
     Raises:
         NeedsError: the model is not supported, or the weights do not fit it.
-    ConfigError: config.json is incomplete.
+        ConfigError: config.json is incomplete.
     """
     refuse_foreign(hf)
     if implementation == "transformers" or (implementation is None and native_obstacle(hf) is not None):
@@ -761,12 +761,12 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device, sc
     """Load transformers' own model of a folder, in eval mode: for generation, and to verify an export.
 
     Args:
-    dtype: None: as stored.
-    scores: load a reward model instead of one that continues texts.
+        dtype: None: as stored.
+        scores: load a reward model instead of one that continues texts.
 
     Raises:
-    NeedsError: it is of the other kind, transformers does not support it, its weights are pickles, or do not fit its
-        config.json.
+        NeedsError: it is of the other kind, transformers does not support it, its weights are pickles, or do not fit
+            its config.json.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 

@@ -156,10 +156,10 @@ class SamplingEngine:
     ) -> list[SampledAnswer]:  # fmt: skip
         """Return `members` answers to each prompt, prompt by prompt.
 
-            Args:
-        prompts: fitting into the room with an answer.
-        drawing: with answers of up to `most` tokens.
-        precision: the context of the model's forward passes, such as autocast; it must cast anew in each step.
+        Args:
+            prompts: fitting into the room with an answer.
+            drawing: with answers of up to `most` tokens.
+            precision: the context of the model's forward passes, such as autocast; it must cast anew in each step.
         """
         self.prompts, self.drawing, self.queue = prompts, drawing, deque[tuple[int, int]]()
         self.slot_of: dict[int, tuple[int, int]] = {}  # slot -> prompt, member
@@ -333,7 +333,7 @@ def draw_tokens(
     """Draw a token from each row of logits (S, V): the tokens, their log-probabilities and the entropies, (S,) each.
 
     Args:
-    number, member, position: (S,) int64, which determine the draws together with the seed.
+        number, member, position: (S,) int64, which determine the draws together with the seed.
     """
     logits, greedy = keep_likeliest(logits, drawing).float(), drawing.temperature == 0
     log_p = torch.log_softmax(logits if greedy else logits / drawing.temperature, -1)

@@ -43,7 +43,7 @@ def score_head(
     The head is initialized by a normal draw with config.json's `initializer_range` and the seed.
 
     Raises:
-    NeedsError: transformers has no such model of this family.
+        NeedsError: transformers has no such model of this family.
     """
     from transformers import CONFIG_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 

@@ -97,9 +97,9 @@ class ModelShape:
     def read(cls, hf: HF) -> ModelShape:
         """Read the shape from a config.json.
 
-            Raises:
-        NeedsError: our decoder does not support it (foreign kind, family, RoPE type...).
-        ConfigError: a size is missing or not divisible.
+        Raises:
+            NeedsError: our decoder does not support it (foreign kind, family, RoPE type...).
+            ConfigError: a size is missing or not divisible.
         """
         refuse_foreign(hf)
         if (obstacle := native_obstacle(hf)) is not None:
@@ -480,9 +480,9 @@ class ModelShape:
     def flops(self, tokens: int, attended: int) -> int:
         """Return the FLOPs of a step's forward and backward pass: 6 N_mm per token, and causal attention.
 
-            Args:
-                tokens: real tokens.
-        attended: sum of squared document lengths; half of these products are above the diagonal and not counted.
+        Args:
+            tokens: real tokens.
+            attended: sum of squared document lengths; half of these products are above the diagonal and not counted.
         """
         products = self.queries + self.attended_width  # multiply-adds per query and token: with keys, and with values
         flop = 6 * self.matrix_parameters * tokens + round(3 * attended * products * self.attention_layers)
@@ -697,7 +697,7 @@ def native_obstacle(hf: HF) -> str | None:
     """Return the reason why our own decoder does not support this config.json; None: it does.
 
     Raises:
-    NeedsError: a RoPE type in one of our families that transformers does not support either.
+        NeedsError: a RoPE type in one of our families that transformers does not support either.
     """
     if is_multimodal(hf) and (found := nested_obstacle(hf)) is not None:
         return found

@@ -30,8 +30,8 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
     """Return the model's folder (None: a shape with random weights) and its config.json.
 
     Args:
-    weights: False downloads only config.json from the hub, and the tokenizer if tokens are added; nothing for a widely
-        used model, since its sizes are stored here.
+        weights: False downloads only config.json from the hub, and the tokenizer if tokens are added; nothing for a
+            widely used model, since its sizes are stored here.
 
     Raises:
         ConfigError: no such folder, shape or hub id; no config.json; not JSON.
@@ -157,7 +157,7 @@ def read_generation(folder: Path) -> dict[str, Any]:
     """Return a folder's generation_config.json; an empty object if there is none.
 
     Raises:
-    ConfigError: it is not a JSON object.
+        ConfigError: it is not a JSON object.
     """
     file = folder / GENERATION
     if not file.is_file():

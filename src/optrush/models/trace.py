@@ -174,7 +174,7 @@ def trace_model(hf: HF) -> dict[str, Any]:
     """Return the fields of the `TracedShape` of a transformers model, in JSON types.
 
     Raises:
-    NeedsError: it cannot be built, or its code reads values, which a trace does not have.
+        NeedsError: it cannot be built, or its code reads values, which a trace does not have.
     """
     from transformers import CONFIG_MAPPING
 

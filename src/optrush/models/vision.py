@@ -308,7 +308,7 @@ def open_tower(folder: Path, hf: Any, dtype: torch.dtype, width: int) -> Tower:
     """Build a folder's tower and read its weights.
 
     Args:
-    width: E, or its rotated part.
+        width: E, or its rotated part.
 
     Raises NeedsError: its tensors are missing, or do not fit config.json.
     """

@@ -362,8 +362,8 @@ def native_entries(
     """Return the entry of every parameter of a decoder, in the order of its named_parameters.
 
     Args:
-    stored: names of the base's tensors, which show the layout of experts; without a base one tensor has all.
-    prefixes: of tensor names, and of the head's.
+        stored: names of the base's tensors, which show the layout of experts; without a base one tensor has all.
+        prefixes: of tensor names, and of the head's.
     """
     entries: dict[str, WeightEntry] = {}
     (prefix, head), spec = prefixes, FAMILIES[model.shape.family]
@@ -529,10 +529,10 @@ def export_weights(
 
     Args:
         folder: created if missing; must not contain weights.
-    tensors: every full parameter by canonical name, on the CPU, without aliases; consumed one at a time.
-    hf: the model's config.json; its type becomes that of most of the bytes.
-    max_shard_bytes: maximum size of a file, unless a single tensor exceeds it.
-    base: the folder that training started from; its config.json is copied if `hf` has the same values.
+        tensors: every full parameter by canonical name, on the CPU, without aliases; consumed one at a time.
+        hf: the model's config.json; its type becomes that of most of the bytes.
+        max_shard_bytes: maximum size of a file, unless a single tensor exceeds it.
+        base: the folder that training started from; its config.json is copied if `hf` has the same values.
 
     Raises:
         CheckpointError: the folder already contains weights, or a parameter is unknown, given twice or missing.
