@@ -208,9 +208,9 @@ def chunked_cross_entropy(
     recomputes the logits from hidden and weight.
 
     Args:
-        chunk: maximum number of rows at a time; chunks have equal sizes, so that a last chunk needs no other shape.
+        chunk: maximum number of rows at a time; chunks have equal sizes, to avoid another shape for a small last chunk.
         inner: replaces `chunk_loss`, e.g. by torch.compile of it.
-        whole: False if `weight` is a shard: `inner` then computes the losses without gradients, too.
+        whole: False if only `inner` can compute the losses (sharded vocabulary, another loss), also without gradients.
     """
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     settings = _Settings(scale, softcap, chunk, inner or chunk_loss, compute_dtype(hidden), whole)
@@ -295,7 +295,7 @@ class _Settings(NamedTuple):
     chunk: int
     inner: ChunkLoss
     dtype: torch.dtype  # of the matmuls
-    whole: bool = True  # the weight has the full vocabulary
+    whole: bool = True  # `_losses` computes the same losses
 
     def losses(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
         if self.whole:

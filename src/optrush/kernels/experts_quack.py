@@ -1,6 +1,6 @@
 """Matmuls of routed experts by QuACK: groups of rows with separate matrices, and a layer of experts.
 
-    grouped_quack  the product of each group of rows with its matrix, instead of torch's
+    grouped_quack  the matmul of each group of rows with its matrix, instead of torch's
     feed_quack     a layer of experts: from tokens and their experts to the weighted sums
 
 The layer does not copy rows of tokens: the matmul of gate and up, and in the backward pass the matmuls for the

@@ -47,14 +47,14 @@ def write_fp8(folder: Path, to: Path) -> int:
     """
     hf, files = read_config_json(folder / "config.json"), Folder(folder).files
     linears, others = _modules(folder, hf)
-    found, layers = layout(files), text_config(hf).get("num_hidden_layers") or math.inf  # `mtp` layers come after them
+    text_at, layers = layout(files), text_config(hf).get("num_hidden_layers") or math.inf  # `mtp` layers follow
     kept, sizes, places, done = {"lm_head"}, 0, dict[str, str](), set[str]()
     for file in sorted(folder.glob("*.safetensors")):
         written = dict[str, Tensor]()
         with safe_open(regular(file), "pt") as stored:
             for name in stored.keys():  # noqa: SIM118 - it is not a mapping
                 t = stored.get_tensor(name)
-                module, text = name.removesuffix(".weight"), found is None or is_text(name, found)
+                module, text = name.removesuffix(".weight"), text_at is None or is_text(name, text_at)
                 leaf = module.rpartition(".")[2]
                 if text and ".layers." in name and t.dim() > 2 and "conv" not in leaf:
                     reason = f"{name} has all experts of a layer; the format has no layout for it"

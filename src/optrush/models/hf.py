@@ -416,10 +416,10 @@ def _backbone(hf_model: Any) -> tuple[str, Any]:
         alone = backbone is not None and [*backbone.children()] == [inner]
         return (f"{prefix}.decoder", inner) if alone else (prefix, backbone)
     path = f"{prefix}.language_model"
-    found = next((module for name, module in hf_model.named_modules() if name == path), None)
-    if found is None:
+    inner_model = next((module for name, module in hf_model.named_modules() if name == path), None)
+    if inner_model is None:
         raise unsupported(hf_model.config, f"no module {path}, where others with images have their language model")
-    return path, found
+    return path, inner_model
 
 
 def _auto_class(hf: HF) -> Any:
@@ -464,8 +464,8 @@ def _predicts_further(model: Any, name: str) -> bool:
     config = model.config.get_text_config()
     named = any("mtp" in each or "layers" in each for each in model._keys_to_ignore_on_load_unexpected or ())
     counted = getattr(config, "num_mtp_layers", None) or getattr(config, "num_nextn_predict_layers", None)
-    found = re.search(r"(?:^|\.)(?:mtp\w*|layers\.(\d+))\.", name) if named or counted else None
-    return found is not None and (found[1] is None or int(found[1]) >= config.num_hidden_layers)
+    match = re.search(r"(?:^|\.)(?:mtp\w*|layers\.(\d+))\.", name) if named or counted else None
+    return match is not None and (match[1] is None or int(match[1]) >= config.num_hidden_layers)
 
 
 def _draw(wrapper: HFModel, entries: dict[str, WeightEntry], hf: HF, seed: int, growth: Growth | None) -> WeightSource:

@@ -19,12 +19,12 @@ class TextFolder(Folder):
     def __init__(self, folder: Path, names: tuple[str, str] = LAYOUTS[0]) -> None:
         """names: transformers' prefixes of the language model and of its head."""
         super().__init__(folder)
-        found = layout(self.files)
-        if found is None:
+        known = layout(self.files)
+        if known is None:
             asked, do = f"the language model in {folder}", "check that config.json fits the weights"
             raise NeedsError(asked, "no tensor of its embedding in any known layout", do)
-        prefix, head = found
-        texts = [name for name in self.files if is_text(name, found)]
+        prefix, head = known
+        texts = [name for name in self.files if is_text(name, known)]
         named = {
             (
                 names[1] + name.removeprefix(head) if name.startswith(head) else names[0] + name.removeprefix(prefix)

@@ -699,15 +699,15 @@ def native_obstacle(hf: HF) -> str | None:
     Raises:
         NeedsError: a RoPE type in one of our families that transformers does not support either.
     """
-    if is_multimodal(hf) and (found := nested_obstacle(hf)) is not None:
-        return found
+    if is_multimodal(hf) and (obstacle := nested_obstacle(hf)) is not None:
+        return obstacle
     hf = as_text(hf)
     family = hf.get("model_type")
     spec = FAMILIES.get(str(family))
     if spec is None:
         return f"model_type {family!r}, where our decoder has {', '.join(FAMILIES)}"
-    if (found := rope_obstacle(hf, spec)) is not None:
-        return found
+    if (obstacle := rope_obstacle(hf, spec)) is not None:
+        return obstacle
     if spec.by_layer and not all(isinstance(value, Mapping) for value in rope_settings(hf).values()):
         return "the same RoPE parameters for all layers; our decoder reads a mapping per layer kind"
     for key, allowed, instead in limits(str(family)):

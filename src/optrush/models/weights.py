@@ -539,8 +539,8 @@ def export_weights(
     """
     folder.mkdir(parents=True, exist_ok=True)
     asked = f"export to {folder}"
-    if there := sorted(p.name for p in folder.iterdir() if ".safetensors" in p.name):
-        raise CheckpointError(asked, f"it already has {there[0]}", "use an empty folder")
+    if present := sorted(p.name for p in folder.iterdir() if ".safetensors" in p.name):
+        raise CheckpointError(asked, f"it already has {present[0]}", "use an empty folder")
     shards, missing = _Shards(folder, max_shard_bytes), set(recipe.entries)
     for name, full in tensors:
         if name not in missing:

@@ -442,9 +442,9 @@ def _commit(snapshot: Snapshot, reports: list[Any], half: Path, final: Path) -> 
 def _table(reports: Iterable[Any]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for report in filter(None, reports):
-        for name, dtype, whole, offset, shape in report["pieces"]:
-            entry = table.setdefault(name, {"dtype": dtype, "shape": whole, "pieces": []})
-            assert (entry["dtype"], entry["shape"]) == (dtype, whole), f"{name}: the ranks disagree about it"
+        for name, dtype, full, offset, shape in report["pieces"]:
+            entry = table.setdefault(name, {"dtype": dtype, "shape": full, "pieces": []})
+            assert (entry["dtype"], entry["shape"]) == (dtype, full), f"{name}: the ranks disagree about it"
             entry["pieces"].append({"file": report["file"], "offset": offset, "shape": shape})
     for name, entry in table.items():
         wrong = uncovered(Entry.model_validate(entry))
@@ -622,9 +622,9 @@ def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
                 return answer | {"error": error.args}
             answer["passed"].append([str(path), error.found])
     if candidates:
-        why = "; ".join(f"{Path(path).name}: {found}" for path, found in answer["passed"])
+        reasons = "; ".join(f"{Path(path).name}: {found}" for path, found in answer["passed"])
         todo = "to start over set `train.overwrite: true` without --resume, or use another `output`"
-        answer["error"] = [f"--resume auto in {output}", f"no checkpoint is intact: {why}", todo]
+        answer["error"] = [f"--resume auto in {output}", f"no checkpoint is intact: {reasons}", todo]
     return answer
 
 

@@ -1,8 +1,8 @@
 """Send FSDP's gathers and reductions as int8 codes, through its hooks for collectives.
 
 FSDP concatenates the shards of a block's parameters and sends them as one tensor. Here shards of matrices become codes
-with one float32 scale per 256 values of a matrix (kernels/int8.py). Others are sent unchanged: quantized in one block
-with a norm's weights of 1, a matrix's weights of 0.01 would become 0. One message holds scales, codes, and the rest.
+with one float32 scale per 256 values of a matrix (kernels/int8.py). Others are sent unchanged: in one block with a
+norm's weights of 1, a matrix's weights below 0.004 would become 0. One message holds scales, codes, and the rest.
 
 Every rank decodes every shard, including its own, so that all multiply by the same weights. The trained shards stay
 exact. Gradients go to the rank that sums them in float32, all at once: each is rounded once.

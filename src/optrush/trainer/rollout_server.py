@@ -379,16 +379,16 @@ class ServerEngine:
         others = trained if untrained is None or self.told_apart else untrained()
         pairs = (sampled, trained), (sampled, others), (trained, others)
         mine = [len(sampled), *((a - b).abs().sum().item() for a, b in pairs)]
-        n, own, base, moved = (sum(x) for x in zip(*map(json.loads, distributed.gather(json.dumps(mine))), strict=True))
+        n, gap, base, moved = (sum(x) for x in zip(*map(json.loads, distributed.gather(json.dumps(mine))), strict=True))
         asked = f"answers sampled by `rollout.server: {self.settings.server}`"
-        found = f"log-probabilities differ from training's by {own / max(n, 1):.3g} per token on average"
+        found = f"log-probabilities differ from training's by {gap / max(n, 1):.3g} per token on average"
         error: UserError | None = None
-        if moved > APART * min(own, base):
-            if base < own:
+        if moved > APART * min(gap, base):
+            if base < gap:
                 do = "enable LoRA in the server for every trained module, or set lora.targets to its modules"
                 error = NeedsError(asked, f"the server samples the base model without the adapter: {found}", do)
             self.told_apart = True
-        if error is None and own > FOREIGN * n:
+        if error is None and gap > FOREIGN * n:
             do = "serve the trained model; with grpo.temperature vLLM needs --logprobs-mode processed_logprobs"
             error = NeedsError(asked, found, do)
         if error is not None:

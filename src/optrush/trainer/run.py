@@ -221,8 +221,8 @@ def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
         except UserError as e:
             error = e
         except OSError as e:
-            there, free = run_dir.free_space(output)
-            found = f"{e.strerror}: {e.filename or output} ({free:,} bytes free in {there})"
+            folder, free = run_dir.free_space(output)
+            found = f"{e.strerror}: {e.filename or output} ({free:,} bytes free in {folder})"
             error = ConfigError(f"`output: {output}`", found, "fix this, or use another `output`")
     distributed.agree(error)
 

@@ -153,14 +153,14 @@ def check_space(config: Config, steps: int, clean: bool, checkpoint_bytes: int, 
         ConfigError: the disk is too full.
     """
     output, (_, copies) = Path(config.output), saved_copies(config, steps)
-    there, free = free_space(output)
+    folder, free = free_space(output)
     going = output if clean else output / FOLDER
     held = sum(p.lstat().st_size for p in going.rglob("*") if p.is_file()) if going.is_dir() else 0
     needed = copies * checkpoint_bytes + model_bytes + SMALL_FILES_bytes - held
     if free < needed:
         parts = f"{copies} x {checkpoint_bytes / 2**20:,.1f} MiB of checkpoints"
         parts += f", {model_bytes / 2**20:,.1f} MiB of model/" if model_bytes else ""
-        found = f"{free / 2**20:,.1f} MiB free in {there}, {needed / 2**20:,.1f} MiB needed ({parts})"
+        found = f"{free / 2**20:,.1f} MiB free in {folder}, {needed / 2**20:,.1f} MiB needed ({parts})"
         raise ConfigError(f"`output: {output}`", found, "free space, lower train.keep, or use another `output`")
 
 
