@@ -381,7 +381,7 @@ class Decoder(nn.Module):
     def set_attention(self, name: str) -> int:
         """Put a function of `kernels.attention` into every block; return the number of blocks.
 
-        Raises NeedsError: no such function, or no support for the model's score cap or bidirectional images.
+        Raises NeedsError: no such function, or no support for the model's score cap or bidirectional image tokens.
         """
         if name not in attention.ATTENTIONS:
             raise NeedsError(f"attention {name!r}", f"known: {', '.join(attention.ATTENTIONS)}", "choose one of them")

@@ -302,7 +302,7 @@ class Experts(StackedMatrices):
     router_bias: nn.Parameter | None  # (N,)
     gate_up_bias: nn.Parameter | None  # (N, 2 F)
     down_bias: nn.Parameter | None  # (N, D)
-    number: Tensor  # () int64 the layer's number, on the host: for a stateful dispatch
+    number: Tensor  # () int64, the layer's number, on the host: for a stateful dispatch
 
     def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class Experts(StackedMatrices):
                 weights, chosen, probabilities = (route_by_logits if e.scaled_input else route)(logits, e)
             weights = weights if self.expert_scale is None else weights * widen(self.expert_scale)[chosen]
             out = self.feed(self, x.to(dtype), weights, places_of(chosen, e.count))
-            # Probabilities without a backward pass would keep the tensors that recomputation made for them.
+            # Probabilities without a backward pass would keep the tensors that recomputation creates for them.
             probabilities = probabilities if e.balance else probabilities.detach()
             return out.view(h.shape), _load(chosen, probabilities, filled)
 

@@ -90,7 +90,7 @@ class HFModel(nn.Module):
         output = hf_model.get_output_embeddings()
         if not isinstance(backbone, nn.Module) or not isinstance(output, nn.Linear):
             raise unsupported(config, "no separate backbone and linear output layer")
-        owner: nn.Module = self  # keeps its name, so that canonical names are transformers' names
+        owner: nn.Module = self  # the backbone's path is kept: canonical names are transformers'
         *outer, last = self.prefix.split(".")
         for name in outer:
             owner.add_module(name, nn.Module())
@@ -512,7 +512,7 @@ def _query_widths(config: Any, blocks: list[nn.Module]) -> list[int]:
 
 
 def _numbered(config: Any) -> int:
-    """Return the maximum number of tokens per row whose positions may count on beyond the end of its document."""
+    """Return the longest row whose positions may be numbered beyond the end of its document."""
     return (getattr(config, "max_position_embeddings", None) or 0) if _rope_kinds(config) <= NUMBERED else 0
 
 
@@ -589,7 +589,7 @@ def _ties(module: nn.Module) -> tuple[tuple[str, str], ...]:
 
 @torch.no_grad()
 def probe_model(wrapper: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
-    """Compare on the CPU a packed row with its documents alone, and our head with the model's logits; NeedsError.
+    """Compare on the CPU a packed row with its documents alone, and our head with the model's logits; raise NeedsError.
 
     Packed and single documents agree only up to rounding, which in bfloat16 could hide a small leak. So the first
     document is also changed, which must not change any bit of the others, except with `_loops`. A model that fails this

@@ -108,7 +108,7 @@ class LinearShape(NamedTuple):
 
     module: str  # its name in a block: "latent.q_a"
     inputs: int
-    pieces: dict[str, int]  # rows by published name; "dense." begins those of dense parts next to experts
+    pieces: dict[str, int]  # rows by published name, with the prefix "dense." for dense parts next to experts
     layers: tuple[int, ...]
     bias: bool = False
     joined: tuple[int, ...] = ()  # rows of each piece, if one published tensor has several

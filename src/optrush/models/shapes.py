@@ -474,7 +474,7 @@ class ModelShape:
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Number of parameters of all single experts, without their routers."""
+        """Number of parameters of all experts, without their routers."""
         return self._sum(lambda name: name.startswith(".experts.") and ".router" not in name)
 
     def flops(self, tokens: int, attended: int) -> int:

@@ -1,7 +1,7 @@
 """Trace one block of each kind of a transformers model without values: storages, matmuls, copies and launches.
 
 The class is built on the meta device, which gives all sizes. Then one block of each kind runs on fake tensors, while
-`saved_tensors_hooks` records the tensors that autograd keeps and a dispatch mode records the operators that made them.
+`saved_tensors_hooks` records the tensors that autograd keeps, and a dispatch mode the operators that create them.
 Blocks run at two lengths, to separate linear from quadratic growth with a row; in float32, bfloat16 and under autocast,
 to find the ledger's roles; and trained and frozen, to find what only weight gradients need. Other blocks pass their
 input through. On a CPU torch's attention keeps the same tensors as flash attention on a GPU.

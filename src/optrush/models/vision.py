@@ -2,8 +2,8 @@
 
 A frozen tower does not belong to the decoder's parameters: it is not sharded, adapted or saved, an export copies its
 tensors from the base, and it runs without gradients. A tower that is trained, or whose projector is, is the decoder's
-submodule `visual`. Either runs before the first block. On a CPU each image is a separate call, so its features do not
-depend on other images by a bit. On a GPU a call has many images: each attends only to itself, but kernels for larger
+submodule `visual`. Either runs before the first block. On a CPU each image is a separate call, so other images do not
+change a bit of its features. On a GPU a call has many images: each attends only to itself, but kernels for larger
 matmuls may round differently.
 """
 
@@ -245,7 +245,7 @@ def train_tower(
 ) -> WeightMap:
     """Make a folder's tower a submodule of the decoder; return the weight map including it.
 
-    Its blocks are recomputed in the backward pass: an image has four patches per token, and so much more saved.
+    Its blocks are recomputed in the backward pass: an image has four patches per token, and saves as much for each.
     """
     tower = open_tower(folder, hf, model.embedding.weight.dtype, model.shape.rotated_width)
     prefix = "model.visual." if tower.pairs is not None else "model."  # of its tensors in transformers' model
