@@ -147,7 +147,7 @@ def _update(
         root, inverse = tl.load(numbers + k * 4 + 2), tl.load(numbers + k * 4 + 3)
         key = tl.load(keys + k * 2).to(tl.uint32, bitcast=True)
         second = tl.load(keys + k * 2 + 1).to(tl.uint32, bitcast=True)
-        start = first * BLOCK if WHOLE else first * 0  # whole blocks are contiguous
+        start = first * BLOCK if WHOLE else first * 0  # full blocks are contiguous
         signed = tl.load(values + tl.arange(0, 16 if HALVES else 256))
         unsigned = tl.load(values + (0 if HALVES else 256) + tl.arange(0, 16 if HALVES else 256))  # not with HALVES
         for tile in range(0, PART, TILE):

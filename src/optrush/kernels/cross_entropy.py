@@ -295,7 +295,7 @@ class _Settings(NamedTuple):
     chunk: int
     inner: ChunkLoss
     dtype: torch.dtype  # of the matmuls
-    whole: bool = True  # `_losses` computes the same losses
+    whole: bool = True  # False: only `inner` can compute the losses
 
     def losses(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
         if self.whole:

@@ -1,7 +1,7 @@
 """Compare a linear head's logits with another model's, one chunk of rows at a time: loss and gradients.
 
-Legend: n rows of a chunk, D width, V the smaller model's vocabulary. With y the head's logits and t the
-teacher's, p and q their softmax at temperature T, a row's loss is
+Legend: n rows of a chunk, D width, V the smaller vocabulary of the two models. With y the head's logits and t
+the teacher's, p and q their softmax at temperature T, a row's loss is
 
     (1 - alpha) T^2 KL + alpha (logsumexp(y) - y[label])
     forward KL = sum of q (log q - log p), gradient for y: (p - q) / T

@@ -46,7 +46,7 @@ def rounded(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return t scaled and rounded to 8 bits, and the () float32 factor that scales it back."""
     most = torch.finfo(dtype).max
     factor = most / t.abs().amax().float().clamp_min(TINY)
-    # Clamped, because the product may round above the largest value, which is NaN in e4m3; a NaN stays NaN.
+    # Clamped, because a scaled value may round above the largest value, which is NaN in e4m3; a NaN stays NaN.
     return (t.float() * factor).clamp(-most, most).to(dtype), factor.reciprocal()
 
 

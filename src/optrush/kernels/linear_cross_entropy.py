@@ -39,7 +39,7 @@ TILE_ROWS = 128  # rows per tile
 
 
 def quack(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """Return the () float32 sum of losses for hidden (N, D), weight (V, D), labels (N,) int64, without labels of -100.
+    """Return the () float32 sum of losses for hidden (N, D), weight (V, D), labels (N,) int64; -100 is ignored.
 
     Other labels must be from 0 to V - 1, which is not checked. bfloat16 (or autocast to it) on capability 9.0; V and
     chunk multiples of 128. No bias, scale or softcap. Allocates (chunk, V) bfloat16. One backward only; gradients are

@@ -38,7 +38,7 @@ def exp_logits_product(x: Tensor, weight: Tensor, offset: Tensor, out: Tensor) -
 
 
 def transposed_product(e: Tensor, x: Tensor) -> Tensor:
-    """Implement `weight_gradient`. The kernel computes its transpose: 192 divides V more often than D (docs/log)."""
+    """Implement `weight_gradient`. The kernel computes its transpose: tiles of 192 fit V better than D (docs/log)."""
     out = x.new_empty(e.shape[1], x.shape[1])
     gemm_tuned.fn(e.t(), x, out, config=_transposed(), dynamic_scheduler=True)
     return out

@@ -99,8 +99,8 @@ def _whole(weight: Tensor) -> Tensor | None:
 #
 # If the frozen weight is padded, W x + U A x is one matmul of [x | A x] by [W | U], rounded once. Otherwise U A x is
 # computed first and W x is added to it: the smaller term survives only if it is added before rounding. QuACK adds in
-# float32 and rounds once; cuBLAS (addmm_ of 16 bits) loses a hundredth of the last digit, on an H200 at every shape
-# tried (docs/log).
+# float32 and rounds once; cuBLAS (addmm_ of 16 bits) loses a hundredth of a unit in the last place, on an
+# H200 at every shape tried (docs/log).
 
 
 MatmulBackend = Literal["cublas", "quack"]
