@@ -1,4 +1,4 @@
-"""Kernels, one operator a module, each with a plain reference; here the types in which operators compute."""
+"""Kernels, one operator per module, each with a plain reference; and the types in which operators compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the type of matrix products of x: autocast's where it is on, else x's."""
+    """Return the type of matmuls of x: autocast's if it is on, else x's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

@@ -1,36 +1,36 @@
 """AdamW update of parameters whose two moments are stored in 8 or 4 bits: the format and the reference, in plain torch.
 
-A row's values are cut into blocks of 256 (8 bits) or 128 (4 bits), the last one shorter. A block never crosses a row,
-so a shard along the first dimension has its rows of codes and of scales. A stored value is the level of its code, in
-[-1, 1], times the scale of its block, which is the largest magnitude in the block. Code 0 with scale 0 is zero, so
-states are initialized to zeros. The second moment is stored as its square root.
+Each row's values are split into blocks of 256 (8 bits) or 128 (4 bits), the last one shorter. A block never crosses
+rows, so a shard along the first dimension has complete rows of codes and scales. A stored value is its code's level, in
+[-1, 1], times its block's scale, the largest magnitude in the block. Code 0 with scale 0 is zero, so states start as
+zeros. The second moment is stored as its square root.
 
 8 bits: the dynamic map of Dettmers et al., https://arxiv.org/abs/2110.02861. Magnitudes from 1e-7 to 1 fall into seven
-decades of equal parts: decade i, from 0, has 2^i parts with a sign and 2^(i+1) without. A level is the middle of its
-part; two more levels are 0 and 1.
+decades of equal parts: decade i, from 0, has 2^i signed or 2^(i+1) unsigned parts. A level is the middle of its part;
+two more levels are 0 and 1.
 
     signed byte    0: zero; n = 1 ... 127: the nth magnitude; 128: one; 256 - n: minus the nth magnitude
     unsigned byte  0: zero; n = 1 ... 254: the nth magnitude; 255: one
 
 Differs from the source: the root is stored instead of the square, because squares span twice as many decades as
-gradients, and the map has seven; a positive root never gets the code of zero, so nothing is divided by eps alone.
+gradients, and the map has seven; a positive root never gets the code of zero, so eps alone is never the divisor.
 
-4 bits: the maps of Li et al., https://arxiv.org/abs/2309.01507 (DE and Linear there). Two codes a byte, along the row:
-the even column in the low half, the odd one in the high half, which is 0 where the row ends before it.
+4 bits: the maps of Li et al., https://arxiv.org/abs/2309.01507 (DE and Linear there). Two codes per byte, along the
+row: the even column in the low half, the odd one in the high half, which is 0 behind the row's end.
 
     signed code    0: zero; n = 1 ... 7: the nth magnitude; 8: one; 16 - n: minus the nth magnitude. The magnitudes are
-                   those of the dynamic map in three decades, from 1e-3 to 1: 1, 2 and 4 equal parts, the middle of each
-    root's code    n = 0 ... 15: (n + 1) / 16, so none is zero
+                   from the dynamic map in three decades, 1e-3 to 1: 1, 2 and 4 equal parts, the middle of each
+    root's code    n = 0 ... 15: (n + 1) / 16, never zero
 
-With 4 bits the quantization error of the mean is fed back, because the nearest of so few codes has the same error step
-after step: a change of less than half the distance to the next code never shows. Lost from the mean, it would have
-changed the weight in later steps by lr * beta1 / (1 - beta1) times itself over the denominator. That is done at once.
+With 4 bits the mean's quantization error is fed back, because with so few codes it has the same sign step after step: a
+change below half the distance to the next code is always rounded away. The lost part would have changed the weight in
+later steps by lr * beta1 / (1 - beta1) times itself over the denominator. The update applies this at once.
 
-Differs from the source: there the error is lost; the scale of the second moment is its block's alone, where there each
-value takes the smaller of its row's and its column's largest square. In simulations (beta2 0.95 to 0.999, sizes within
-a block spread by 0.5 to 3 powers of e) steps from roots were always nearer to float32's than steps from squares.
+Differs from the source: the source loses the error; here the second moment has one scale per block, there each value
+takes the smaller of its row's and its column's largest square. In simulations (beta2 0.95 to 0.999, sizes within a
+block spread by 0.5 to 3 powers of e) steps from roots were always closer to float32's than steps from squares.
 
-Codes are the nearest. The update runs in float32; the Triton kernel (adam8bit_triton.py) returns the same bits.
+Encoding picks the nearest code. The update runs in float32; the Triton kernel (adam8bit_triton.py) is bit-identical.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from optrush.kernels.adamw import ParamTable, full_index, random_bits, round_sto
 
 Bits = Literal[8, 4]
 
-BLOCK: dict[Bits, int] = {8: 256, 4: 128}  # values under one scale
+BLOCK: dict[Bits, int] = {8: 256, 4: 128}  # values per scale
 LEAST_WIDTH = 16  # of a block in a kernel
 DECADES = 7
 LEAST_SCALE = 1e-35  # of a block: below it all values are zero, because its reciprocal exceeds float32
 CHUNK = 1 << 20  # elements that the reference holds in float32 at a time
-# 8 bits, the same float32 numbers in the kernel: where decades 1 to 6 begin; factors that scale decade i to [0.1, 1);
-# codes in a unit there; half the least magnitude, below which a code is zero; the middle between the last one and 1.
+# 8 bits, the same float32 numbers as in the kernel: the starts of decades 1 to 6; factors that scale decade i to
+# [0.1, 1); parts per unit there; half the least magnitude, the border of code zero; the middle of the last level and 1.
 STARTS = tuple(10.0 ** (i - DECADES) for i in range(1, DECADES))
 UP = tuple(10.0 ** (DECADES - 1 - i) for i in range(DECADES))
 PER_PART = 1 / 0.9
 FIRST = 0.55e-6 / 2
 LAST = {True: 1 - 0.225 / 64, False: 1 - 0.225 / 128}
-# 4 bits, signed: a value above a border, the middle between two magnitudes, gets the larger one.
+# 4 bits, signed: a value above a border (the middle between two magnitudes) gets the larger magnitude.
 MAGNITUDES = (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0)
 BORDERS = tuple((a + b) / 2 for a, b in zip((0.0, *MAGNITUDES), MAGNITUDES))
 
@@ -73,7 +73,7 @@ def blocks_per_row(columns: int, bits: Bits) -> int:
 
 
 def block_width(columns: int, bits: Bits) -> int:
-    """Return the lanes of a kernel that a block of such rows fills: adapters have rows of as many values as ranks."""
+    """Return the lanes of a kernel for a block of such rows; adapters' rows are as short as their rank."""
     return min(BLOCK[bits], max(LEAST_WIDTH, 1 << max(0, columns - 1).bit_length()))
 
 
@@ -92,10 +92,10 @@ def levels(bits: Bits, signed: bool, device: torch.device) -> Tensor:
 
 
 def quantize_blocks(x: Tensor, signed: bool, bits: Bits) -> tuple[Tensor, Tensor]:
-    """Return the nearest codes and the scales of the blocks; of two equally near codes either, as in the kernel.
+    """Return the nearest codes and the blocks' scales; a tie may go either way, as in the kernel.
 
     Args:
-        x: (R, C) float32, no negative value where `signed` is False.
+        x: (R, C) float32, not negative if `signed` is False.
 
     Returns:
         (R, ceil(C bits / 8)) uint8 and (R, ceil(C / BLOCK[bits])) float32.
@@ -119,9 +119,9 @@ def _codes_8bit(unit: Tensor, signed: bool) -> Tensor:
         decade += size >= start
     up = torch.tensor(UP, device=unit.device)[decade]
     parts = 1 << (decade + (not signed))
-    at = (size * up - 0.1) * PER_PART * parts  # parts of the decade below it
+    at = (size * up - 0.1) * PER_PART * parts  # position within the decade, in parts
     code = parts + at.floor().int().clamp(min=0).minimum(parts - 1)
-    # Between the last part of a decade and the first of the next, five times as wide, the middle is not their border.
+    # A decade's first part is five times as wide as the last part below it, so their border is not halfway.
     code -= ((at < 0.2) & (decade > 0)).int()
     code = torch.where(size > LAST[signed], 2 * parts, code)
     if not signed:
@@ -141,11 +141,11 @@ def _codes_4bit(unit: Tensor, signed: bool) -> Tensor:
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor, signed: bool, bits: Bits, columns: int) -> Tensor:
-    """Return the (R, columns) float32 values of what `quantize_blocks` returns."""
+    """Return the (R, columns) float32 values of the results of `quantize_blocks`."""
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)[:, :columns]
-    found = levels(bits, signed, codes.device)[codes.int()]
-    return found * scales.repeat_interleave(BLOCK[bits], -1)[:, :columns]
+    values = levels(bits, signed, codes.device)[codes.int()]
+    return values * scales.repeat_interleave(BLOCK[bits], -1)[:, :columns]
 
 
 # --- The update.
@@ -153,7 +153,7 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, signed: bool, bits: Bits, c
 
 @dataclass(frozen=True)
 class Moments:
-    """States of one parameter by rows: codes with scales; or float32 without scales, for a small parameter."""
+    """States of one parameter by rows: codes with scales; for a small parameter, float32 without scales."""
 
     mean: Tensor  # (R, ceil(C bits / 8)) uint8, or (R, C) float32
     square: Tensor  # the same: codes of the root, or float32 of the square itself
@@ -170,7 +170,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class QuantizedGroup:
-    """Parameters that are updated by the same rule, on one device: n weights with their moments, all contiguous."""
+    """Parameters with the same update rule on one device: n weights with their moments, all contiguous."""
 
     weights: list[Tensor]  # (R, C) float32 or bfloat16
     moments: list[Moments]
@@ -182,7 +182,7 @@ class QuantizedGroup:
 
     @property
     def feedback(self) -> float:
-        """Return what is left of a mean for later updates, beta1 + beta1^2 + ...: the factor of its fed-back error."""
+        """Return a mean's weight in later updates, beta1 + beta1^2 + ...: the factor of its fed-back error."""
         return self.betas[0] / (1.0 - self.betas[0])
 
 
@@ -211,7 +211,7 @@ def _updated(
     group: QuantizedGroup, old: Tensor, moments: Moments, grad: Tensor, factors: Tensor, feedback: Tensor,
     key: Tensor, index: Tensor,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Yield the new weight, mean and square of some rows, then their scales; feedback: () float32, with the rate."""
+    """Yield the new weight, mean and square of some rows, then their scales; feedback: () float32, times the rate."""
     keep, size, root, inverse = factors
     mean, square, bits, columns = moments.mean, moments.square, group.bits, old.shape[1]
     if moments.scales is not None:

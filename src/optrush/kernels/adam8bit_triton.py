@@ -1,7 +1,7 @@
 """AdamW update with 8-bit or 4-bit moments, all parameters of a group in one launch of a Triton kernel.
 
-adam8bit.py has the formats and the reference; the bits are the same. Imported as adamw_triton.py is, whose small launch
-runs before it. A program updates tiles of whole blocks, each within a warp, and reads and writes every value once.
+adam8bit.py has the formats and the bit-identical reference. Imported like adamw_triton.py, whose small kernel runs
+first. A program updates tiles of complete blocks, each within a warp, and reads and writes every value once.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from optrush.kernels.adam8bit import (
 from optrush.kernels.adamw_triton import ALIGNMENT, GroupLauncher, _mix, _pointer, _read, _write
 from optrush.kernels.dequantize_triton import lookup
 
-# Elements of one program, of one parameter (its lookups are few compared with them), and elements at a time: 8 a
-# thread.
+# Elements per program, all of one parameter (many per lookup of the parameter), and per tile: 8 per thread.
 PART, TILE, WARPS = 16384, 2048, 8
 COLUMNS = 13  # of the table of parameters
 
-# Globals of a kernel must be its constants.
+# A kernel's globals must be tl.constexpr.
 _LEAST, _PER_PART, _FIRST = tl.constexpr(LEAST_SCALE), tl.constexpr(PER_PART), tl.constexpr(FIRST)
 _LAST_SIGNED, _LAST_ROOT = tl.constexpr(LAST[True]), tl.constexpr(LAST[False])
 _STARTS, _UP, _BORDERS = tl.constexpr(STARTS), tl.constexpr(UP), tl.constexpr(BORDERS)
@@ -41,37 +40,37 @@ _COLUMNS = tl.constexpr(COLUMNS)
 
 @triton.jit
 def _nibble_places(block, in_row, columns, inside, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return where the bytes of blocks begin, and which of (TILE, BLOCK / 2) bytes exist. block: its index."""
+    """Return where the bytes of blocks begin, and the mask of (TILE, BLOCK / 2) bytes. block: its index."""
     half = tl.arange(0, BLOCK // 2)[None, :]
     if WHOLE:
         begin = (block * (BLOCK // 2))[:, None]
-        there = inside[:, None] & (half < BLOCK)
+        mask = inside[:, None] & (half < BLOCK)
     else:
         in_line = (block % in_row * (BLOCK // 2))[:, None]
         begin = (block // in_row * ((columns + 1) // 2))[:, None] + in_line
-        there = inside[:, None] & (in_line + half < (columns + 1) // 2)
-    return begin, there
+        mask = inside[:, None] & (in_line + half < (columns + 1) // 2)
+    return begin, mask
 
 
 @triton.jit
-def _read_nibbles(bytes_, scales, signed, begin, pairs, there, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Load (TILE, BLOCK) codes as float32, 0 where none exists. signed: (16,) float32, the levels of signed codes."""
+def _read_nibbles(bytes_, scales, signed, begin, pairs, mask, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Load (TILE, BLOCK) codes as float32, 0 outside the mask. signed: (16,) float32, the levels of signed codes."""
     pair = tl.load(bytes_ + begin + tl.arange(0, BLOCK // 2)[None, :], mask=pairs, other=0).to(tl.int32)
-    code = tl.reshape(tl.join(pair & 15, pair >> 4), there.shape)
+    code = tl.reshape(tl.join(pair & 15, pair >> 4), mask.shape)
     if SIGNED:
-        found = lookup(signed, code)
+        value = lookup(signed, code)
     else:
-        found = (code + 1).to(tl.float32) * 0.0625
-    return tl.where(there, found * tl.load(scales, mask=inside, other=0.0)[:, None], 0.0)
+        value = (code + 1).to(tl.float32) * 0.0625
+    return tl.where(mask, value * tl.load(scales, mask=inside, other=0.0)[:, None], 0.0)
 
 
 @triton.jit
-def _write_nibbles(x, bytes_, scales, signed, begin, there, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the nearest codes of rows of one block each, and their scales; return the values of SIGNED codes."""
+def _write_nibbles(x, bytes_, scales, signed, begin, mask, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the nearest codes of rows of one block each, and their scales; return the values of the codes if SIGNED."""
     scale = tl.max(tl.abs(x), axis=1)
-    one = tl.full(scale.shape, 1.0, tl.float32)
+    ones = tl.full(scale.shape, 1.0, tl.float32)
     some = scale > _LEAST
-    inverse = tl.where(some, tl.div_rn(one, tl.where(some, scale, 1.0)), 0.0)
+    inverse = tl.where(some, tl.div_rn(ones, tl.where(some, scale, 1.0)), 0.0)
     part = x * inverse[:, None]
     if SIGNED:
         size = tl.abs(part)
@@ -84,7 +83,7 @@ def _write_nibbles(x, bytes_, scales, signed, begin, there, inside, SIGNED: tl.c
         code = tl.minimum(tl.maximum(tl.floor(part * 16.0 - 0.5), 0.0), 15.0).to(tl.int32)
     low, high = tl.split(tl.reshape(code, [x.shape[0], BLOCK // 2, 2]))
     half = tl.arange(0, BLOCK // 2)[None, :]
-    tl.store(bytes_ + begin + half, (low | (high << 4)).to(tl.uint8), mask=there)
+    tl.store(bytes_ + begin + half, (low | (high << 4)).to(tl.uint8), mask=mask)
     tl.store(scales, scale, mask=inside)
     return x
 
@@ -93,9 +92,9 @@ def _write_nibbles(x, bytes_, scales, signed, begin, there, inside, SIGNED: tl.c
 def _encode(x, SIGNED: tl.constexpr):
     """Return the nearest codes of rows of one block each, and their scales."""
     scale = tl.max(tl.abs(x), axis=1)
-    one = tl.full(scale.shape, 1.0, tl.float32)
+    ones = tl.full(scale.shape, 1.0, tl.float32)
     some = scale > _LEAST
-    inverse = tl.where(some, tl.div_rn(one, tl.where(some, scale, 1.0)), 0.0)
+    inverse = tl.where(some, tl.div_rn(ones, tl.where(some, scale, 1.0)), 0.0)
     part = x * inverse[:, None]
     size = tl.abs(part)
     decade = tl.zeros(x.shape, tl.int32)
@@ -119,9 +118,9 @@ def _encode(x, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _decode(address, scales, numbers, at, there, inside, ALIGNED: tl.constexpr):
-    """Load the values of bytes. numbers: (256,) levels of the codes; scales: addresses of those of the blocks."""
-    code = tl.load(_pointer(address, tl.uint8, ALIGNED) + at, mask=there, other=0).to(tl.int32)
+def _decode(address, scales, numbers, at, mask, inside, ALIGNED: tl.constexpr):
+    """Load the values of bytes. numbers: (256,) levels of the codes; scales: addresses of the blocks' scales."""
+    code = tl.load(_pointer(address, tl.uint8, ALIGNED) + at, mask=mask, other=0).to(tl.int32)
     return lookup(numbers, code) * tl.load(scales, mask=inside, other=0.0)[:, None]
 
 
@@ -148,7 +147,7 @@ def _update(
         root, inverse = tl.load(numbers + k * 4 + 2), tl.load(numbers + k * 4 + 3)
         key = tl.load(keys + k * 2).to(tl.uint32, bitcast=True)
         second = tl.load(keys + k * 2 + 1).to(tl.uint32, bitcast=True)
-        start = first * BLOCK if WHOLE else first * 0  # whole blocks are contiguous
+        start = first * BLOCK if WHOLE else first * 0  # full blocks are contiguous
         signed = tl.load(values + tl.arange(0, 16 if HALVES else 256))
         unsigned = tl.load(values + (0 if HALVES else 256) + tl.arange(0, 16 if HALVES else 256))  # not with HALVES
         for tile in range(0, PART, TILE):
@@ -157,28 +156,28 @@ def _update(
             within = tl.arange(0, BLOCK)
             if WHOLE:
                 j = b[:, None] * BLOCK + within[None, :]
-                there = inside[:, None] & (within < BLOCK)[None, :]
+                mask = inside[:, None] & (within < BLOCK)[None, :]
             else:
                 line = (first + b) // in_row
                 column = ((first + b) % in_row * BLOCK)[:, None] + within[None, :]
                 j = line[:, None] * columns + column
-                there = inside[:, None] & (column < columns)
-            grad = _read(gradients, start, j, there, WIDE_GRADS, ALIGNED) * inverse
-            weight = _read(weights, start, j, there, WIDE, ALIGNED)
+                mask = inside[:, None] & (column < columns)
+            grad = _read(gradients, start, j, mask, WIDE_GRADS, ALIGNED) * inverse
+            weight = _read(weights, start, j, mask, WIDE, ALIGNED)
             mean_scale, root_scale = of_mean + first + b, of_root + first + b
             if HALVES:
                 place, pairs = _nibble_places(first + b, in_row, columns, inside, WHOLE, BLOCK)
                 in_means, in_squares = _pointer(means, tl.uint8, ALIGNED), _pointer(squares, tl.uint8, ALIGNED)
-                mean = _read_nibbles(in_means, mean_scale, signed, place, pairs, there, inside, True, BLOCK)
-                square = _read_nibbles(in_squares, root_scale, signed, place, pairs, there, inside, False, BLOCK)
+                mean = _read_nibbles(in_means, mean_scale, signed, place, pairs, mask, inside, True, BLOCK)
+                square = _read_nibbles(in_squares, root_scale, signed, place, pairs, mask, inside, False, BLOCK)
                 square = square * square
             elif CODES:
-                mean = _decode(means, mean_scale, signed, start + j, there, inside, ALIGNED)
-                square = _decode(squares, root_scale, unsigned, start + j, there, inside, ALIGNED)
+                mean = _decode(means, mean_scale, signed, start + j, mask, inside, ALIGNED)
+                square = _decode(squares, root_scale, unsigned, start + j, mask, inside, ALIGNED)
                 square = square * square
             else:
-                mean = _read(means, start, j, there, True, ALIGNED)
-                square = _read(squares, start, j, there, True, ALIGNED)
+                mean = _read(means, start, j, mask, True, ALIGNED)
+                square = _read(squares, start, j, mask, True, ALIGNED)
             mean = mean + (grad - mean) * NEW1
             square = square * KEPT2 + (grad * grad) * NEW2
             deviation = tl.sqrt_rn(square)
@@ -195,25 +194,25 @@ def _update(
                     width = tl.load(row + 9)
                     index = index // width * tl.load(row + 10) + index % width
                 bits = _mix(_mix((tl.load(row + 8) + index).to(tl.uint32) ^ key) ^ second)
-            _write(weights, start, j, there, weight, bits, RANDOM, WIDE, ALIGNED)
+            _write(weights, start, j, mask, weight, bits, RANDOM, WIDE, ALIGNED)
             if not CODES:
-                _write(means, start, j, there, mean, bits, False, True, ALIGNED)
-                _write(squares, start, j, there, square, bits, False, True, ALIGNED)
+                _write(means, start, j, mask, mean, bits, False, True, ALIGNED)
+                _write(squares, start, j, mask, square, bits, False, True, ALIGNED)
             elif not HALVES:
                 code, scale = _encode(mean, True)
-                tl.store(_pointer(means, tl.uint8, ALIGNED) + start + j, code, mask=there)
+                tl.store(_pointer(means, tl.uint8, ALIGNED) + start + j, code, mask=mask)
                 tl.store(mean_scale, scale, mask=inside)
                 code, scale = _encode(deviation, False)
-                tl.store(_pointer(squares, tl.uint8, ALIGNED) + start + j, code, mask=there)
+                tl.store(_pointer(squares, tl.uint8, ALIGNED) + start + j, code, mask=mask)
                 tl.store(root_scale, scale, mask=inside)
 
 
 class QuantizedLauncher(GroupLauncher):
-    """Updates a group in one launch."""
+    """Launches a group's update."""
 
     def __init__(self, group: QuantizedGroup) -> None:
         self.group, bits, device = group, group.bits, group.params.counts.device
-        # Narrower where all rows are: a program then updates more of them.
+        # A narrower block if all rows are narrower: a program then updates more of them.
         self.block = block = max(block_width(w.shape[1], bits) for w in group.weights)
         totals = [w.shape[0] * blocks_per_row(w.shape[1], bits) for w in group.weights]
         rows = []

@@ -1,15 +1,15 @@
 """AdamW with float32 arithmetic and three ways to round a bfloat16 weight: the reference, in plain torch.
 
-A bfloat16 has 8 significant bits: rounded to the nearest, a weight changes only if its update exceeds 1/512 to 1/256 of
-it. `stochastic` rounds up or down with the probability that makes the expected value exact. `kahan` stores the rounding
+bfloat16 has 8 significant bits: rounded to nearest, a weight changes only if its update exceeds 1/512 to 1/256 of it.
+`stochastic` rounds up or down with the probability that makes the expected value exact. `kahan` stores the rounding
 error of a weight in a second bfloat16 and adds it to the next update. The moments have the same problem: with beta2 =
-0.999 a step changes the mean square by less than half a unit, so rounded to the nearest it can grow and never shrink.
-With `stochastic` and `kahan` the moments, and the compensation of kahan, are therefore rounded stochastically; with
-`nearest` nothing is. float32 weights are written unrounded.
+0.999 a step changes the mean square by less than half a unit, so rounded to nearest it can grow but never shrink.
+Therefore `stochastic` and `kahan` also round the moments, and kahan its compensation, stochastically; `nearest` rounds
+nothing stochastically. float32 weights are not rounded.
 
 Random bits are a pure function of (seed, the parameter's name, its count of updates, the element's index in the full
-parameter), so ranks, shards, resumed runs, a CPU and a GPU draw the same bits. Every operation is rounded separately,
-in the order of the Triton kernel (adamw_triton.py): the two agree to the bit.
+parameter), so ranks, shards, resumed runs, CPUs and GPUs draw the same bits. Every operation is rounded separately, in
+the order of the Triton kernel (adamw_triton.py): the two are bit-identical.
 
 Sources: AdamW: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Stochastic rounding of bfloat16 weights:
 Zamirai et al., https://arxiv.org/abs/2010.06192. The hash is lowbias32 by Chris Wellons (public domain),
@@ -31,9 +31,9 @@ Rounding = Literal["nearest", "stochastic", "kahan"]
 
 MASK = 0xFFFFFFFF  # 32 bits, in int64: torch has no arithmetic on uint32
 FACTORS = (0x7FEB352D, 0x846CA68B)  # of lowbias32
-SECOND_KEY = 0x9E3779B9  # exclusive or with it turns a key into a second one
+SECOND_KEY = 0x9E3779B9  # xor with it derives a second key
 COUNT_BITS = 24  # counts are float32, exact up to 2^24
-# Elements at a time: the temporaries of the reference, about 60 bytes an element, stay small compared with a model.
+# Elements at a time: the reference's temporaries, about 60 bytes per element, stay small compared with a model.
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 22}
 
 
@@ -49,7 +49,7 @@ class ShardSpan(NamedTuple):
 
 
 def shard_span(full_shape: Sequence[int], shape: Sequence[int], offset: Sequence[int]) -> ShardSpan:
-    """Return the span of a box at `offset` of a tensor that is cut along its first dimension, one other, or both."""
+    """Return the span of a box at `offset` of a tensor that is sharded in its first dimension, one other, or both."""
     cut = [d for d, (n, m) in enumerate(zip(shape, full_shape, strict=True)) if n != m]
     last = cut[-1] if cut else 0
     assert set(cut) <= {0, last}, f"a piece {tuple(shape)} of {tuple(full_shape)}: cut in the middle too"
@@ -73,13 +73,13 @@ def mix(x: Tensor) -> Tensor:
 
 
 def step_key(words: Tensor, counts: Tensor) -> Tensor:
-    """Return the (n, 2) int64 keys of one update, from `key_words` (n, 2) int64 and its counts (n,), 1 at first."""
+    """Return the (n, 2) int64 keys of one update, from `key_words` (n, 2) int64 and update counts (n,), from 1 on."""
     first = mix(words[:, 0] ^ counts.long())
     return torch.stack([first, mix(first ^ words[:, 1])], dim=1)
 
 
 def random_bits(key: Tensor, index: Tensor) -> Tensor:
-    """Return 32 random bits in int64, shaped like `index` (int64, modulo 2^32); key: a row of `step_key`, (2,)."""
+    """Return 32 random bits in int64, shaped like `index` (int64, modulo 2^32); key: (2,), a row of `step_key`."""
     return mix(mix((index & MASK) ^ key[0]) ^ key[1])
 
 
@@ -91,17 +91,17 @@ def round_stochastic(x: Tensor, bits: Tensor) -> Tensor:
     """
     raw = x.view(torch.int32)
     moved = (raw + (bits & 0xFFFF).int()) & -0x10000
-    over = (moved & 0x7F800000) == 0x7F800000  # beyond the largest bfloat16, or inf already: cut only
+    over = (moved & 0x7F800000) == 0x7F800000  # beyond the largest bfloat16, or inf already: truncate only
     out = (torch.where(over, raw, moved) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(x.isnan(), x.to(torch.bfloat16), out)
 
 
-# --- Groups of parameters that one call updates.
+# --- Groups of parameters, one call's update.
 
 
 @dataclass(frozen=True)
 class ParamTable:
-    """Numbers of n parameters on one device, read by every update of them."""
+    """Values of n parameters on one device, read in every update of them."""
 
     counts: Tensor  # (n,) float32, updates so far
     decays: Tensor  # (n,) float64, weight decay
@@ -129,12 +129,12 @@ class ParamTable:
 
 @dataclass(frozen=True)
 class AdamWGroup:
-    """Parameters that are updated together: n local tensors with their states, all contiguous, on one device.
+    """Parameters in one update: n local tensors with their states, all contiguous, on one device.
 
     The states have one dtype, bfloat16 or float32; for float32 weights it is float32.
     """
 
-    weights: list[Tensor]  # bfloat16, or all float32 and rounded to the nearest
+    weights: list[Tensor]  # bfloat16, or all float32 and rounded to nearest
     means: list[Tensor]
     squares: list[Tensor]
     remainders: list[Tensor] | None  # bfloat16, for `kahan`
@@ -163,7 +163,7 @@ def contiguous_ranges(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def power(base: float, exponents: Tensor) -> Tensor:
-    """Compute float64 powers by squaring: products in one order, so equal bits on every device (unlike torch.pow)."""
+    """Compute float64 powers by squaring, in a fixed order of multiplications: bit-identical on every device."""
     left = exponents.long()
     result, square = torch.ones_like(left, dtype=torch.float64), torch.full_like(left, base, dtype=torch.float64)
     for _ in range(COUNT_BITS):
@@ -173,27 +173,27 @@ def power(base: float, exponents: Tensor) -> Tensor:
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Compute correctly rounded float32 roots; torch's on a CPU is off by one bit in a sixth of the cases (MKL)."""
+    """Compute correctly rounded float32 roots; torch's CPU root is off by one bit in a sixth of the cases (MKL)."""
     return x.double().sqrt().float()
 
 
 class GroupUpdate(Protocol):
-    """One implementation of the update of a group."""
+    """An implementation of a group's update."""
 
     def __call__(
         self, grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, found_inf: Tensor, first: int = 0
     ) -> None:
         """Update the group's parameters `first` ... `first + len(grads)` once, without a device synchronization.
 
-        grads: contiguous, bfloat16 or float32, multiplied by `grad_scale` () float32, like `lr`; found_inf: () bool,
-        where True nothing changes, no count either.
+        grads: contiguous, bfloat16 or float32, multiplied by `grad_scale` () float32; lr: () float32; found_inf: ()
+            bool: if True, nothing changes, nor do the counts.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ReferenceUpdate:
-    """Update a group parameter by parameter, chunk by chunk, operator by operator."""
+    """Update a group by parameter, chunk and operator."""
 
     group: AdamWGroup
 
@@ -217,7 +217,7 @@ class ReferenceUpdate:
 
 
 def full_index(span: ShardSpan, start: int, part: Tensor) -> Tensor:
-    """Return int64 indices in the full parameter, shaped like `part`, whose elements follow `start` of the shard."""
+    """Return int64 indices in the full parameter, in part's shape, for elements from `start` of the shard on."""
     index = torch.arange(start, start + part.numel(), device=part.device).view(part.shape)
     return span.first + index // span.width * span.pitch + index % span.width
 
@@ -249,20 +249,20 @@ def _updated(
         yield round_stochastic(weight - nearest.float(), bits)
 
 
-# --- Writes of float32 results by optimizers whose update consists of torch's operators: rounding and skipping.
+# --- Rounding and skipping for optimizers whose update consists of torch operators.
 
 
 def write_stochastic(
     target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
 ) -> None:
-    """Write a whole tensor, rounded up or down with the probability that preserves the expected value.
+    """Write a tensor, rounded up or down with the probability that preserves the expected value.
 
     Args:
-        target: bfloat16, contiguous; not written where `found_inf` () is True.
-        value: as many elements, contiguous, float32.
+        target: bfloat16, contiguous; unchanged if `found_inf` () is True.
+        value: equally many elements, contiguous, float32.
         key: (2,) int64, a row of `step_key`.
         shift: 0 or 16: which 16 of the 32 random bits are used.
-        first: index in the full parameter of the target's first element; the target is a run of elements.
+        first: index of the target's first element in the full parameter; the target is contiguous there.
     """
     flat, values, size = target.view(-1), value.view(-1), CHUNK[target.device.type]
     for at in range(0, flat.numel(), size):

@@ -1,13 +1,13 @@
 """AdamW update of bfloat16 or float32 weights in one launch of a Triton kernel; the reference is in adamw.py.
 
-Imported where it is launched only, because only CUDA builds of torch have Triton; in the tests its interpreter runs it.
+Imported only where it is launched, because only CUDA builds of torch have Triton; tests run it in Triton's interpreter.
 
-A small launch before it advances the counts and computes each parameter's factors and keys. Neither launch synchronizes
-with the host: rate, divisor and the skip flag are read on the device, and the gradients' addresses, which differ from
-step to step, are sent through pinned memory.
+A small kernel first advances the counts and computes each parameter's factors and keys. Neither launch synchronizes
+with the host: the device reads rate, divisor and skip flag; gradient addresses, which differ between steps, are sent
+through pinned memory.
 
-The bits are the reference's: fused multiply-add is turned off, root and quotient are correctly rounded, and bfloat16 is
-written by shifts. The kernel is bound by instructions as much as by bytes: count those of the loop when changing it.
+Bit-identical to the reference: fused multiply-add is off, root and quotient are correctly rounded, and bfloat16 is
+written by shifts. Instructions limit the kernel as much as bytes: count the loop's instructions when changing it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from optrush.kernels.adamw import COUNT_BITS, FACTORS, SECOND_KEY, AdamWGroup, ParamTable
 
-PART = 16384  # elements of one program, of one parameter: its lookups are few compared with them
-BLOCK = 1024  # elements at a time: 8 a thread, 16 bytes of bfloat16, the widest access
+PART = 16384  # elements per program, all of one parameter, many per lookup of the parameter
+BLOCK = 1024  # elements at a time: 8 per thread, 16 bytes of bfloat16, the widest access
 WARPS = 4
 WRITE_BLOCK, WRITE_WARPS = 4096, 8  # of `launch_stochastic`
-LANES = 128  # parameters of one program of the small launch
+LANES = 128  # parameters per program of the small kernel
 ALIGNMENT = 16  # bytes, for the widest access
 
-# Globals of a kernel must be its constants.
+# A kernel's globals must be tl.constexpr.
 _FACTOR_A, _FACTOR_B = tl.constexpr(FACTORS[0]), tl.constexpr(FACTORS[1])
 _ANOTHER, _COUNT_BITS = tl.constexpr(SECOND_KEY), tl.constexpr(COUNT_BITS)
 _LARGEST = tl.constexpr(torch.finfo(torch.bfloat16).max)
@@ -47,7 +47,7 @@ def _mix(x):
 
 @triton.jit
 def _power(base: tl.constexpr, exponents, LANES: tl.constexpr):
-    """Compute float64 powers by squaring, as the reference does."""
+    """Compute float64 powers by squaring, like the reference."""
     result = tl.full([LANES], 1.0, tl.float64)
     square = tl.full([LANES], base, tl.float64)
     for _ in tl.static_range(_COUNT_BITS):
@@ -62,25 +62,25 @@ def _prepare(
     counts, decays, words, lr, grad_scale, found_inf, numbers, keys, first, last,
     BETA1: tl.constexpr, BETA2: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Run `ParamTable.count_update` and `step_factors` of the parameters first ... last."""
+    """Run `ParamTable.count_update` and `step_factors` for the parameters [first, last)."""
     i = first + tl.program_id(0) * LANES + tl.arange(0, LANES)
-    there = i < last
+    mask = i < last
     good = tl.load(found_inf) == 0
-    count = tl.load(counts + i, mask=there, other=1.0) + good.to(tl.float32)
-    tl.store(counts + i, count, mask=there)
-    whole = count.to(tl.int32)
+    count = tl.load(counts + i, mask=mask, other=1.0) + good.to(tl.float32)
+    tl.store(counts + i, count, mask=mask)
+    updates = count.to(tl.int32)
     rate = tl.load(lr).to(tl.float64)
-    decay = tl.load(decays + i, mask=there, other=0.0)
-    one = tl.full([LANES], 1.0, tl.float64)
-    tl.store(numbers + i * 4, (one - rate * decay).to(tl.float32), mask=there)
-    tl.store(numbers + i * 4 + 1, (rate / (one - _power(BETA1, whole, LANES))).to(tl.float32), mask=there)
-    bias = (one - _power(BETA2, whole, LANES)).to(tl.float32)
-    tl.store(numbers + i * 4 + 2, tl.div_rn(one.to(tl.float32), tl.sqrt_rn(bias)), mask=there)
-    tl.store(numbers + i * 4 + 3, (one / tl.load(grad_scale).to(tl.float64)).to(tl.float32), mask=there)
-    key = _mix(tl.load(words + i * 2, mask=there, other=0).to(tl.uint32) ^ whole.to(tl.uint32))
-    tl.store(keys + i * 2, key.to(tl.int32, bitcast=True), mask=there)
-    key = _mix(key ^ tl.load(words + i * 2 + 1, mask=there, other=0).to(tl.uint32))
-    tl.store(keys + i * 2 + 1, key.to(tl.int32, bitcast=True), mask=there)
+    decay = tl.load(decays + i, mask=mask, other=0.0)
+    ones = tl.full([LANES], 1.0, tl.float64)
+    tl.store(numbers + i * 4, (ones - rate * decay).to(tl.float32), mask=mask)
+    tl.store(numbers + i * 4 + 1, (rate / (ones - _power(BETA1, updates, LANES))).to(tl.float32), mask=mask)
+    bias = (ones - _power(BETA2, updates, LANES)).to(tl.float32)
+    tl.store(numbers + i * 4 + 2, tl.div_rn(ones.to(tl.float32), tl.sqrt_rn(bias)), mask=mask)
+    tl.store(numbers + i * 4 + 3, (ones / tl.load(grad_scale).to(tl.float64)).to(tl.float32), mask=mask)
+    key = _mix(tl.load(words + i * 2, mask=mask, other=0).to(tl.uint32) ^ updates.to(tl.uint32))
+    tl.store(keys + i * 2, key.to(tl.int32, bitcast=True), mask=mask)
+    key = _mix(key ^ tl.load(words + i * 2 + 1, mask=mask, other=0).to(tl.uint32))
+    tl.store(keys + i * 2 + 1, key.to(tl.int32, bitcast=True), mask=mask)
 
 
 @triton.jit
@@ -92,10 +92,10 @@ def _pointer(address, element: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _read(address, start, j, there, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
+def _read(address, start, j, mask, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
     """Load float32 or bfloat16 elements start + j as float32."""
     kind: tl.constexpr = tl.float32 if WIDE else tl.bfloat16
-    return tl.load(_pointer(address, kind, ALIGNED) + start + j, mask=there, other=0.0).to(tl.float32)
+    return tl.load(_pointer(address, kind, ALIGNED) + start + j, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -108,23 +108,23 @@ def _nearest(x):
 
 @triton.jit
 def _stochastic(x, bits):
-    """Round float32 to the bits of bfloat16 like `round_stochastic`; a nan stays a nan, perhaps with other bits.
+    """Round float32 to bfloat16 bits like `round_stochastic`; a nan stays a nan, perhaps with other bits.
 
-    One comparison is enough: a value within the largest bfloat16 cannot move beyond it, the rest (inf and nan too) is
-    only cut. A nan from arithmetic has the first bit of the mantissa set, so it is still a nan after the cut.
+    One comparison is enough: a value up to the largest bfloat16 cannot exceed it, the rest (including inf and nan) is
+    only truncated. A nan from arithmetic has the first mantissa bit set, so it is still a nan after truncation.
     """
     raw = x.to(tl.uint32, bitcast=True)
     return ((raw + tl.where(tl.abs(x) < _LARGEST, bits & 0xFFFF, 0)) >> 16).to(tl.uint16)
 
 
 @triton.jit
-def _write(address, start, j, there, x, bits, RANDOM: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
+def _write(address, start, j, mask, x, bits, RANDOM: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
     if WIDE:
-        tl.store(_pointer(address, tl.float32, ALIGNED) + start + j, x, mask=there)
+        tl.store(_pointer(address, tl.float32, ALIGNED) + start + j, x, mask=mask)
     elif RANDOM:
-        tl.store(_pointer(address, tl.uint16, ALIGNED) + start + j, _stochastic(x, bits), mask=there)
+        tl.store(_pointer(address, tl.uint16, ALIGNED) + start + j, _stochastic(x, bits), mask=mask)
     else:
-        tl.store(_pointer(address, tl.uint16, ALIGNED) + start + j, _nearest(x), mask=there)
+        tl.store(_pointer(address, tl.uint16, ALIGNED) + start + j, _nearest(x), mask=mask)
 
 
 @triton.jit(do_not_specialize=["begin"])
@@ -135,7 +135,7 @@ def _update(
     WIDE_WEIGHTS: tl.constexpr, WIDE_GRADS: tl.constexpr, WIDE_STATES: tl.constexpr,
     CUT: tl.constexpr, ALIGNED: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one part of one parameter. table: (n, 8) int64 of addresses, sizes and spans."""
+    """Update part of one parameter. table: (n, 8) int64 of addresses, sizes and spans."""
     if tl.load(found_inf) == 0:
         part = begin + tl.program_id(0)
         k = tl.load(owners + part).to(tl.int64)
@@ -152,7 +152,7 @@ def _update(
         second = tl.load(keys + k * 2 + 1).to(tl.uint32, bitcast=True)
         for at in range(0, PART, BLOCK):
             j = at + tl.arange(0, BLOCK)
-            there = j < left
+            mask = j < left
             bits = tl.zeros([BLOCK], tl.uint32)
             more = bits
             if RANDOM:
@@ -163,41 +163,41 @@ def _update(
                 mixed = _mix((first + index).to(tl.uint32) ^ key)
                 bits = _mix(mixed ^ second)
                 more = _mix(mixed ^ (second ^ _ANOTHER))
-            weight = _read(weights, start, j, there, WIDE_WEIGHTS, ALIGNED)
-            grad = _read(gradients, start, j, there, WIDE_GRADS, ALIGNED) * inverse
-            mean = _read(means, start, j, there, WIDE_STATES, ALIGNED)
-            square = _read(squares, start, j, there, WIDE_STATES, ALIGNED)
+            weight = _read(weights, start, j, mask, WIDE_WEIGHTS, ALIGNED)
+            grad = _read(gradients, start, j, mask, WIDE_GRADS, ALIGNED) * inverse
+            mean = _read(means, start, j, mask, WIDE_STATES, ALIGNED)
+            square = _read(squares, start, j, mask, WIDE_STATES, ALIGNED)
             mean = mean + (grad - mean) * NEW1
             square = square * KEPT2 + (grad * grad) * NEW2
             step = tl.div_rn(size * mean, tl.sqrt_rn(square) * root + EPS)
             if KAHAN:
-                weight = weight + _read(remainders, start, j, there, False, ALIGNED)
+                weight = weight + _read(remainders, start, j, mask, False, ALIGNED)
             weight = weight * keep - step
-            _write(weights, start, j, there, weight, bits, RANDOM and not KAHAN, WIDE_WEIGHTS, ALIGNED)
-            _write(means, start, j, there, mean, bits >> 16, RANDOM, WIDE_STATES, ALIGNED)
-            _write(squares, start, j, there, square, more, RANDOM, WIDE_STATES, ALIGNED)
+            _write(weights, start, j, mask, weight, bits, RANDOM and not KAHAN, WIDE_WEIGHTS, ALIGNED)
+            _write(means, start, j, mask, mean, bits >> 16, RANDOM, WIDE_STATES, ALIGNED)
+            _write(squares, start, j, mask, square, more, RANDOM, WIDE_STATES, ALIGNED)
             if KAHAN:
                 nearest = (_nearest(weight).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-                _write(remainders, start, j, there, weight - nearest, bits, True, False, ALIGNED)
+                _write(remainders, start, j, mask, weight - nearest, bits, True, False, ALIGNED)
 
 
 class GroupLauncher(ABC):
-    """Base of kernels that update a group in one launch: tables on the device, and the small launch before the update.
+    """Base of kernels that update a group in one launch: device tables, and the small kernel before the update.
 
-    Tables are built once, so the tensors of the group must stay where they are.
+    Tables are built once, so the group's tensors must keep their addresses.
 
-    Memory: 4 bytes a PART of a parameter, under 200 bytes a parameter tensor.
+    Memory: 4 bytes per PART of a parameter, under 200 bytes per parameter tensor.
     """
 
     def __init__(
         self, params: ParamTable, betas: tuple[float, float], weights: Sequence[Tensor], programs: list[int],
         rows: list[list[int]],
     ) -> None:  # fmt: skip
-        """programs: of the update, for each parameter. rows: of addresses, sizes and spans, one a parameter."""
+        """programs: per parameter, for the update. rows: addresses, sizes and spans, one row per parameter."""
         device, n = params.counts.device, len(weights)
         self.params, self.betas = params, betas
         self.starts = [sum(programs[:k]) for k in range(n + 1)]
-        owners = [k for k, each in enumerate(programs) for _ in range(each)]
+        owners = [k for k, count in enumerate(programs) for _ in range(count)]
         self.owners = torch.tensor(owners, dtype=torch.int32, device=device)
         self.firsts = torch.tensor(self.starts, dtype=torch.int32, device=device)
         self.table = torch.tensor(rows, dtype=torch.int64, device=device)
@@ -205,7 +205,7 @@ class GroupLauncher(ABC):
         self.numbers = torch.zeros(n, 4, device=device)
         self.keys = torch.zeros(n, 2, dtype=torch.int32, device=device)
         self.cut = any(span.width != w.numel() for span, w in zip(params.spans, weights))
-        self.sent = [0] * n  # the addresses of gradients that the device has
+        self.sent = [0] * n  # the gradient addresses on the device
 
     @torch.no_grad()
     def __call__(
@@ -215,7 +215,7 @@ class GroupLauncher(ABC):
         assert all(g.dtype == grads[0].dtype and g.is_contiguous() for g in grads)
         addresses, last, flag = [g.data_ptr() for g in grads], first + len(grads), found_inf.view(torch.uint8)
         if self.sent[first:last] != addresses:
-            # New pinned memory each time: torch reuses it only after the copy under way has read it.
+            # New pinned memory each time: torch reuses it only after the pending copy has read it.
             box = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.grads.is_cuda)
             self.grads[first:last].copy_(box, non_blocking=True)
             self.sent[first:last] = addresses
@@ -230,20 +230,20 @@ class GroupLauncher(ABC):
 
     @abstractmethod
     def launch(self, begin: int, programs: int, dtype: torch.dtype, lr: Tensor, flag: Tensor, aligned: bool) -> None:
-        """Launch `programs` programs of the update from `begin` on; dtype, aligned: of the gradients."""
+        """Launch `programs` programs of the update, starting at `begin`; dtype, aligned: of the gradients."""
 
 
 class AdamWLauncher(GroupLauncher):
-    """Updates a group in one launch."""
+    """Launches a group's update."""
 
     def __init__(self, group: AdamWGroup) -> None:
         self.group = group
         sizes = [w.numel() for w in group.weights]
-        remainders = group.remainders or group.weights  # not read unless there are some
+        remainders = group.remainders or group.weights  # a placeholder if there are none
         tensors = zip(group.weights, group.means, group.squares, remainders, strict=True)
         rows = [
-            [*(t.data_ptr() for t in of_one), n, *span]
-            for of_one, n, span in zip(tensors, sizes, group.params.spans, strict=True)
+            [*(t.data_ptr() for t in parts), n, *span]
+            for parts, n, span in zip(tensors, sizes, group.params.spans, strict=True)
         ]
         super().__init__(group.params, group.betas, group.weights, [-(-n // PART) for n in sizes], rows)
         self.aligned = all(n % ALIGNMENT == 0 for n in sizes) and all(p % ALIGNMENT == 0 for r in rows for p in r[:4])
@@ -261,26 +261,26 @@ class AdamWLauncher(GroupLauncher):
         )  # fmt: skip
 
 
-# --- Stochastic rounding of one tensor in one launch. By torch's operators the random bits alone would move some 600
-# bytes an element.
+# --- Stochastic rounding of one tensor in one launch. With torch's operators the random bits alone would move some
+# 600 bytes per element.
 
 
 @triton.jit(do_not_specialize=["size", "first"])
 def _store(target, value, found_inf, key, size, first, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Write BLOCK elements of `size`; target: the bits of bfloat16; value: from arithmetic, whose nan stays one."""
+    """Write BLOCK elements of `size`; target: bfloat16 bits; value: from arithmetic, so a nan stays a nan."""
     if tl.load(found_inf) == 0:
         j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        there = j < size
-        x = tl.load(value + j, mask=there, other=0.0)
+        mask = j < size
+        x = tl.load(value + j, mask=mask, other=0.0)
         bits = _mix((first + j).to(tl.uint32) ^ tl.load(key).to(tl.uint32))
         bits = _mix(bits ^ tl.load(key + 1).to(tl.uint32)) >> SHIFT
-        tl.store(target + j, _stochastic(x, bits), mask=there)
+        tl.store(target + j, _stochastic(x, bits), mask=mask)
 
 
 def launch_stochastic(
     target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
 ) -> None:
-    """Write a bfloat16 target, as `adamw.write_stochastic` does."""
+    """Write a bfloat16 target like `adamw.write_stochastic`."""
     assert (target.dtype, value.dtype) == (torch.bfloat16, torch.float32)
     assert target.is_contiguous() and value.is_contiguous()
     if size := target.numel():

@@ -2,24 +2,24 @@
 
     attend(q (B, T, H, E), k (B, T, K, E), v (B, T, K, E), documents) -> (B, T, H, E), in q's type
 
-with scores scaled by E^-0.5; query head h reads key/value head h // (H / K). `masked`, `sdpa` and `varlen` take values
-of another width than E, which the output has then. Some take two more arguments: `window`, the number of tokens that a
-token reads, itself the last (Mistral 7B, arXiv:2310.06825); and `sinks` (H,), a logit of each head that is in the sum
-of its softmax, and to which no value belongs (arXiv:2309.17453, as gpt-oss learns it). `masked` alone takes `cap`, a
+with scores scaled by E^-0.5; query head h reads key/value head h // (H / K). `masked`, `sdpa` and `varlen` accept
+values of another width than E; the output has the width of the values. Some take two more arguments: `window`, the
+number of tokens that a token reads including itself (Mistral 7B, arXiv:2310.06825); and `sinks` (H,), a logit per head
+that adds to the softmax's sum and has no value (arXiv:2309.17453; learned in gpt-oss). `masked` alone takes `cap`, a
 bound of the scores by a tanh (Gemma 2, arXiv:2408.00118).
 
-    masked   plain torch, float32 softmax, whole (B, H, T, T) scores: the reference; windows and sinks
-    sdpa     torch's fused attention; one document a row: causal without a mask, else a boolean mask; windows by the
+    masked   plain torch, float32 softmax, full (B, H, T, T) scores: the reference; windows and sinks
+    sdpa     torch's fused attention; one document per row: causal without a mask, else a boolean mask; windows by the
              mask, sinks by one more key
     varlen   torch's variable-length flash attention over documents.starts; CUDA, bfloat16 or float16; windows, sinks
-    cudnn    torch's fused attention by cuDNN's kernel only; CUDA, one document a row
+    cudnn    torch's fused attention by cuDNN's kernel only; CUDA, one document per row
     fa4      flash-attn-4; Hopper and later, bfloat16 or float16; windows, sinks
 
-Isolation. No value of one document reaches another's outputs: a masked token has probability exactly 0, so changed
-values of document A leave every bit of B. But 0 * NaN is NaN: in p @ v, and in the backward in ds @ k and ds^T @ q. So
-`masked` and `sdpa` replace tokens that are not finite by zeros before any product, and then set the outputs that may
-read them (same document, not earlier) to NaN: a bad value stays in its own document, and always reaches that document's
-loss. With one document a row, rows are independent and this is not needed.
+Isolation. No value of a document reaches the outputs of another document: a masked token has probability exactly 0, so
+changed values of document A do not change a bit of B. But 0 * NaN is NaN: in p @ v, and in the backward in ds @ k and
+ds^T @ q. So `masked` and `sdpa` replace tokens that are not finite by zeros before any matmul, and then set the outputs
+that may read them (same document, not earlier) to NaN: a bad value stays in its document, and always reaches that
+document's loss. With one document per row, rows are independent and this is not needed.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from optrush.data.batch import Documents
 from optrush.errors import NeedsError
 from optrush.kernels.lora_matmul import empty_padded
 
-# --- FlashAttention 4 for Hopper and later as two custom operators, so that a compiled block stays one graph.
+# --- FlashAttention 4 for Hopper and later, as two custom operators: a compiled block stays one graph.
 #
 # Source: https://github.com/Dao-AILab/flash-attention (flash_attn/cute), Zadouri et al.,
-# https://arxiv.org/abs/2603.05451, without the package's hooks into torch, which change the whole process.
+# https://arxiv.org/abs/2603.05451, without the package's hooks into torch, which affect the whole process.
 #
-# bfloat16 or float16 on CUDA, capability 9.0 and up; grouped heads are read unexpanded. Rows of one document are passed
-# as dense rows, packed rows as documents.starts. Saves q, k, v, the output and a float32 number a row and head. The
-# backward adds with atomics, in order with torch's deterministic algorithms.
+# bfloat16 or float16 on CUDA, capability 9.0 and up; key/value heads are not expanded. Rows of one document are passed
+# as dense rows, packed rows with documents.starts. Saves q, k, v, the output and one float32 number per row and head.
+# The backward adds with atomics, in a fixed order under torch's deterministic algorithms.
 
 
-WIDE = 128  # values a head
-FLASH = 256  # the widest head of flash attention
+WIDE = 128  # values per head
+FLASH = 256  # the largest head of flash attention
 
 
 def flash4(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int | None = None, sinks: Tensor | None = None,
     padding: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Compute causal attention within each document; padding: columns (lora_matmul.py) behind a token's heads.
+    """Compute causal attention within each document; padding: columns (lora_matmul.py) after a token's heads.
 
     Raises:
         NeedsError: not on CUDA, or neither bfloat16 nor float16.
@@ -66,7 +66,7 @@ def flash4(
     if documents.single:
         out: Tensor = _forward(q, k, v, sinks, None, T, window, padding)[0]
         return out
-    # The longest document only bounds the launch: T for all batches, so that no other length is compiled again.
+    # The longest document only bounds the launch: pass T for all batches, so that another length does not recompile.
     q, k, v = (x.reshape(B * T, -1, E) for x in (q, k, v))
     out = _forward(q, k, v, sinks, documents.starts, T, window, padding)[0]
     return out.view(B, T, H, E)
@@ -80,7 +80,7 @@ def _demand_cuda(kernel: str, q: Tensor) -> None:
 
 @cache
 def _package() -> ModuleType:
-    """Import the package's functions, with their disk cache of compiled kernels, which is off by default."""
+    """Import the package's functions, with its disk cache of compiled kernels, which is off by default."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     return import_module("flash_attn.cute.interface")
 
@@ -90,13 +90,13 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: Tensor | None, longest: int, window: int | None,
     padding: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output like q, padded, and each row's log-sum-exp with its sink, float32.
+    """Return the output like q, padded, and each row's float32 log-sum-exp including its sink.
 
-    The latter is (B, H, T) of dense rows, (H, B*T) with starts.
+    The log-sum-exp is (B, H, T) for dense rows, (H, B*T) with starts.
     """
     most = None if starts is None else longest
-    # The query heads of one key/value head in one tile, or each in its own. On an H200, with four of them, the latter
-    # is 5 % faster for dense rows at E = 128; at 64, and with packed rows, it is 7 to 16 % slower (docs/log).
+    # The query heads of one key/value head in one tile, or each in its own tile. On an H200, with four of them, the
+    # latter is 5 % faster for dense rows at E = 128; at 64, and with packed rows, it is 7 to 16 % slower (docs/log).
     apart = starts is None and q.shape[-1] >= WIDE
     out, lse, *_ = _package()._flash_attn_fwd(
         q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=most, max_seqlen_k=most, causal=True,
@@ -107,7 +107,7 @@ def _forward(
 
 
 def _left(window: int | None) -> int | None:
-    """Return how many tokens before its own a token reads; None: all."""
+    """Return the number of earlier tokens that a token reads; None: all."""
     return None if window is None else window - 1
 
 
@@ -131,7 +131,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
     starts: Tensor | None, longest: int, window: int | None, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v and sinks; without sinks the last has no values."""
+    """Return the gradients of q, k, v and sinks; the last is empty without sinks."""
     most = None if starts is None else longest
     dq, dk, dv, *rest = _package()._flash_attn_bwd(
         q, k, v, out, grad.contiguous(), lse, causal=True, cu_seqlens_q=starts, cu_seqlens_k=starts,
@@ -176,7 +176,7 @@ Attend = Callable[..., Tensor]
 def visible_tokens(documents: Documents, window: int | None = None) -> Tensor:
     """Return (B, T, T) bool: token t (second axis) may read s (third): same document, not later, within the window.
 
-    Of an image whose placeholders read each other (`Documents.mutual`), t reads later ones, too.
+    Within an image whose placeholders read each other (`Documents.mutual`), t reads later tokens, too.
     """
     ids, images = documents.ids, documents.mutual
     same = ids[:, :, None] == ids[:, None, :]
@@ -199,8 +199,8 @@ def sdpa(
 ) -> Tensor:
     """Compute torch's scaled_dot_product_attention, without a mask for rows of one document.
 
-    There only padding follows the document, which a causal row never reads. Saves no scores; on CUDA, except in bf16, k
-    and v for each query head.
+    Such a row has only padding after the document, and causal tokens never read it. Saves no scores; on CUDA, except in
+    bf16, saves k and v per query head.
     """
     if documents.single and (window is not None or sinks is not None or documents.mutual is not None):
         return _sdpa(q, k, v, visible_tokens(documents, window), sinks)
@@ -221,9 +221,9 @@ def _groups(q: Tensor) -> bool:
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Compute flash attention over the packed documents, without a mask; work is linear in the sum of squared lengths.
+    """Compute flash attention over the packed documents, without a mask; work grows with the sum of squared lengths.
 
-    Heads wider than it has are left to `sdpa` (Gemma 4 has some beside narrow ones).
+    Heads wider than 256 run in `sdpa` (Gemma 4 has both kinds).
 
     Raises:
         NeedsError: not on CUDA, or neither bfloat16 nor float16.
@@ -235,9 +235,9 @@ def varlen(
 
     if not GROUPS or sinks is not None:
         k, v = repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2])
-    if sinks is not None:  # of families whose values are as wide as their keys
+    if sinks is not None:  # only families with equally wide keys and values have sinks
         return attend_with_sinks(q, k, v, sinks, documents, window)
-    if (width := v.shape[-1]) != q.shape[-1]:  # flash attention has one width: zeros, which add nothing, fill it
+    if (width := v.shape[-1]) != q.shape[-1]:  # flash attention has one width: pad with zeros
         wide = max(width, q.shape[-1])
         q = q * (wide / q.shape[-1]) ** 0.5  # the kernel scales by the width it sees
         q, k, v = (F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
@@ -246,17 +246,17 @@ def varlen(
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """Compute cuDNN's fused attention, for rows of one document.
+    """Compute cuDNN's fused attention for rows of one document.
 
     Raises:
-        NeedsError: several documents a row.
-        RuntimeError: torch's, where cuDNN has no kernel for these shapes, type or device.
+        NeedsError: several documents per row.
+        RuntimeError: by torch, if cuDNN has no kernel for these shapes, type or device.
     """
     if not documents.single:
         do = "use varlen or sdpa attention, or one document per row"
         raise NeedsError("cuDNN attention", "rows of several documents", do)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    # The operator itself, not the dispatcher, so nothing else can run instead.
+    # The operator itself, not the dispatcher: no other kernel can run instead.
     out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
     assert isinstance(out, Tensor)
     return out.transpose(1, 2)
@@ -268,16 +268,16 @@ ATTENTIONS: dict[str, Attend] = {"masked": masked, "sdpa": sdpa, "varlen": varle
 def _isolated(
     inner: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, visible: Tensor
 ) -> Tensor:
-    """Run `inner` on finite values only; set outputs that read a value that is not finite to NaN."""
-    first = k.shape[1] - q.shape[1]  # the queries are those of the last keys
-    bad = ~(_finite(k) & _finite(v)) | F.pad(~_finite(q), (first, 0))  # of every key, (B, T)
+    """Run `inner` on finite values only; set outputs that read a non-finite value to NaN."""
+    first = k.shape[1] - q.shape[1]  # the queries belong to the last keys
+    bad = ~(_finite(k) & _finite(v)) | F.pad(~_finite(q), (first, 0))  # per key, (B, T)
     hole = bad[:, :, None, None]
     out = inner(q.masked_fill(hole[:, first:], 0), k.masked_fill(hole, 0), v.masked_fill(hole, 0), visible)
-    tainted = (visible & bad[:, None, :]).any(-1)  # of every query
+    tainted = (visible & bad[:, None, :]).any(-1)  # per query
     return out.masked_fill(tainted[:, :, None, None], float("nan"))
 
 
-# --- Of some queries of each row: (q (B, t, H, E), k (B, s, K, E), v, documents of the whole rows) -> (B, t, H, E).
+# --- Some queries of each row: (q (B, t, H, E), k (B, s, K, E), v, documents of the full rows) -> (B, t, H, E).
 #
 # The queries are the last t of the row's first s tokens.
 
@@ -285,24 +285,24 @@ AttendFrom = Attend
 
 
 def visible_from(q: Tensor, k: Tensor, documents: Documents) -> Tensor:
-    """Return (B, t, s) bool, as `visible_tokens` of those queries and keys."""
+    """Return (B, t, s) bool: `visible_tokens` for these queries and keys."""
     s, first = k.shape[1], k.shape[1] - q.shape[1]
     ids = documents.ids
     return (ids[:, first:s, None] == ids[:, None, :s]).tril(first)
 
 
 def masked_from(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """Compute `masked` of some queries."""
+    """Compute `masked` for some queries."""
     return _isolated(_masked, q, k, v, visible_from(q, k, documents))
 
 
 def sdpa_from(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """Compute `sdpa` of some queries, always with a mask."""
+    """Compute `sdpa` for some queries, always with a mask."""
     return _isolated(_sdpa, q, k, v, visible_from(q, k, documents))
 
 
 def varlen_from(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """Compute `varlen` of some queries; raises as it."""
+    """Compute `varlen` for some queries, with its errors."""
     _demand_cuda("variable-length attention", q)
     from optrush.kernels.attention_varlen import GROUPS, attend_from
 
@@ -336,11 +336,11 @@ def _masked(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | None = None) -> Tensor:
-    # Heads are repeated, because with a mask only torch's slowest kernel groups them itself.
+    # Repeat the heads: with a mask, only torch's slowest kernel groups them itself.
     k, v = repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2])
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     mask = visible[:, None]
-    if sinks is not None:  # one more key, of zeros, whose score is the mask's; its value is zero
+    if sinks is not None:  # one more key and value of zeros; its mask value is its score
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
         bias = bias.expand(-1, q.shape[1], -1, -1)

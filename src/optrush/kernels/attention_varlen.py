@@ -1,10 +1,10 @@
-"""torch's variable-length flash attention. It loads torch's compiler, which takes a second: import it where it runs.
+"""torch's variable-length flash attention. Importing it loads torch's compiler (a second), so import it where it runs.
 
-Sinks. A logit c of a head that is in the sum of every softmax, and to no token, scales what attention gives: with the
-logarithm L of the sum of the other exponentials and M = log(exp(L) + exp(c)), outputs are exp(L - M) times those
-without it. The kernel's backward pass computes probabilities anew as exp(score - L) and their gradients from outputs:
-given M and the scaled outputs it is the one with the sink, whose own gradient is -exp(c - M) times the sum of outputs
-times their gradients.
+Sinks. A logit c per head that adds to the sum of every softmax, and belongs to no token, scales the attention's output.
+With L, the logarithm of the sum of the other exponentials, and M = log(exp(L) + exp(c)), outputs are exp(L - M) times
+the outputs without it. The kernel's backward recomputes probabilities as exp(score - L), and their gradients from the
+outputs. Given M and the scaled outputs, it is the backward with the sink; the gradient of c is -exp(c - M) times the
+sum of outputs times their gradients.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | 
 def attend_from(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     """Compute `attend` of the last t queries of each row's first s tokens: q (B, t, H, E), k and v (B, s, K, E).
 
-    A document has then fewer queries than keys, of which the kernel takes them to be the last, or none of either.
+    Per document there are then fewer queries than keys (the kernel aligns them at the end), or neither.
     """
     T, s, t = documents.ids.shape[1], k.shape[1], q.shape[1]
-    row, at = documents.starts // T, documents.starts % T  # of each boundary
+    row, at = documents.starts // T, documents.starts % T  # per boundary
     queries = row * t + at.clamp(s - t, s) - (s - t)
     keys = row * s + at.clamp(max=s)
     return _attend(q, k, v, queries.int(), keys.int(), documents.longest)
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
-    """Attend in both directions within documents: q, k and v (N, H, E), starts (documents + 1,) int32 -> (N, H, E)."""
+    """Attend in both directions within documents: q, k, v (N, H, E), starts (documents + 1,) int32 -> (N, H, E)."""
     q, k, v = (x.contiguous() for x in (q, k, v))
     out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, -1))
     assert isinstance(out, Tensor)
@@ -68,7 +68,7 @@ def _attend(
 def attend_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, documents: Documents, window: int | None = None
 ) -> Tensor:
-    """Compute `attend` with a logit of each head, sinks (H,), to no token; k and v have as many heads as q."""
+    """Compute `attend` with sinks (H,), a logit per head without a token; k and v have as many heads as q."""
     B, T, H, E = q.shape
     q, k, v = (x.reshape(B * T, -1, E) for x in (q, k, v))
     left = -1 if window is None else window - 1
@@ -77,13 +77,13 @@ def attend_with_sinks(
 
 
 def sunk(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """out (N, H, E), lse (H, N) float32 without sinks (H,) -> the same with them."""
+    """Scale out (N, H, E) and increase lse (H, N) float32, both computed without sinks (H,), to include them."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return (out * torch.exp(lse - total).t()[..., None]).to(out.dtype), total
 
 
 def sinks_gradient(d_out: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
-    """Return (H,) of what `sunk` returned."""
+    """Return the gradient (H,) of sinks; out and total are the results of `sunk`."""
     product = (d_out * out).sum(-1, dtype=total.dtype)  # (N, H)
     return -(torch.exp(sinks.to(total.dtype)[:, None] - total) * product.t()).sum(1).to(sinks.dtype)
 
@@ -92,7 +92,7 @@ def sinks_gradient(d_out: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> 
 def _attend_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, starts: Tensor, longest: int, left: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v (N, H, E) -> outputs, the logarithm (H, N) of their sums, and a state that torch wants back."""
+    """q, k and v (N, H, E) -> outputs, the log-sum-exp (H, N) with sinks, and a state for torch's backward."""
     out, lse, state, _, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, starts, starts, longest, longest, 0.0, left < 0, return_debug_mask=False,
         window_size_left=left, window_size_right=0,

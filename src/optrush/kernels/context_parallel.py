@@ -1,16 +1,16 @@
-"""Compute causal attention over rows whose tokens are shared by the ranks of an axis. All kinds have one signature:
+"""Compute causal attention over rows whose tokens are sharded over the ranks of an axis. All kinds have one signature:
 
-    attend(q (B, T/n, H, E), k (B, T/n, K, E), v (B, T/n, K, E), documents of the whole rows) -> (B, T/n, H, E)
+    attend(q (B, T/n, H, E), k (B, T/n, K, E), v (B, T/n, K, E), documents of the full rows) -> (B, T/n, H, E)
 
-    ulysses  exchanges tokens for heads around any kernel of attention.py: it sees whole rows of H/n heads
-    gather   gathers keys and values of whole rows; each rank's queries attend to those not later
-    ring     passes keys and values from rank to rank; the parts' results are joined by their log-sum-exp
+    ulysses  exchanges tokens for heads around any kernel of attention.py, which gets full rows of H/n heads
+    gather   gathers keys and values of full rows; each rank's queries attend to the keys that are not later
+    ring     passes keys and values from rank to rank; partial results are joined by their log-sum-exp
 
-A rank has consecutive tokens under ulysses, where heads are shared evenly. Under gather and ring it has the r-th chunk
-of 2 n from the beginning and the r-th from the end, since early tokens read few keys and late ones many.
+With ulysses a rank has consecutive tokens, since heads are shared evenly. With gather and ring it has the r-th of 2 n
+chunks from the start and the r-th from the end, since early tokens read few keys and late tokens many.
 
 Sources: DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509; gathered keys as in Llama 3, https://arxiv.org/abs/2407.21783;
-ring attention, https://arxiv.org/abs/2310.01889; its chunks from both ends, https://github.com/zhuzilin/ring-flash-attention
+ring attention, https://arxiv.org/abs/2310.01889; chunks from both ends, https://github.com/zhuzilin/ring-flash-attention
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from optrush.kernels.attention import Attend, AttendFrom, repeat_heads
 
 @dataclass(frozen=True)
 class Share:
-    """The tokens of a row that this rank has."""
+    """The tokens of a row on this rank."""
 
     group: dist.ProcessGroup
     ranks: int  # n
     rank: int
-    both_ends: bool  # a chunk from the beginning and one from the end; else consecutive tokens
+    both_ends: bool  # a chunk from the start and one from the end; else consecutive tokens
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The numbers of this rank's chunks of a row, of n or 2 n."""
+        """This rank's chunks of a row, as indices of n or 2 n."""
         return (self.rank, 2 * self.ranks - 1 - self.rank) if self.both_ends else (self.rank,)
 
     def cut(self, t: Tensor) -> Tensor:
-        """Cut this rank's tokens out of whole rows, (B, T) -> (B, T/n)."""
+        """Return this rank's tokens of full rows, (B, T) -> (B, T/n)."""
         width = t.shape[1] // (self.ranks * len(self.chunks))
         assert t.shape[1] == width * self.ranks * len(self.chunks), "rows of another width than batch.seq"
         return torch.cat([t[:, i * width : (i + 1) * width] for i in self.chunks], 1)
@@ -56,13 +56,13 @@ def ulysses(attend: Attend, share: Share) -> Attend:
 
     def exchanged(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         B, t, H, E = q.shape
-        if k.shape[2] < n:  # each key/value head is read by the query heads of several ranks
+        if k.shape[2] < n:  # query heads of several ranks read the same key/value head
             k, v = repeat_heads(k, n), repeat_heads(v, n)
         # One exchange for all three: each rank gets its heads of every token.
         sent = torch.cat([x.reshape(B, t, n, -1, E) for x in (q, k, v)], 3).movedim(2, 0)  # (n, B, T/n, h, E)
-        whole = _exchange(sent, share).movedim(0, 1).flatten(1, 2)  # (B, T, h, E)
+        heads = _exchange(sent, share).movedim(0, 1).flatten(1, 2)  # (B, T, h, E)
         keys = (H + k.shape[2]) // n
-        out = attend(whole[:, :, : H // n], whole[:, :, H // n : keys], whole[:, :, keys:], documents)  # (B, T, H/n, E)
+        out = attend(heads[:, :, : H // n], heads[:, :, H // n : keys], heads[:, :, keys:], documents)  # (B, T, H/n, E)
         return _exchange(out.reshape(B, n, t, H // n, E).movedim(1, 0), share).movedim(0, 2).flatten(2, 3)
 
     return exchanged
@@ -74,13 +74,13 @@ def _exchange(sent: Tensor, share: Share) -> Tensor:
 
 
 def gather(attend: AttendFrom, share: Share) -> Attend:
-    """Gather keys and values of whole rows, and attend to them from this rank's two chunks of queries."""
+    """Gather keys and values of full rows, and attend to them from this rank's two chunks of queries."""
 
     def gathered(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         B, t, K, E = k.shape
         c = t // 2
-        own = torch.stack((k, v)).view(2, B, 2, c, K, E)
-        everyones = all_gather_tensor_autograd(own, 0, share.group).view(share.ranks, 2, B, 2, c, K, E)
+        local = torch.stack((k, v)).view(2, B, 2, c, K, E)
+        everyones = all_gather_tensor_autograd(local, 0, share.group).view(share.ranks, 2, B, 2, c, K, E)
         early, late = everyones.unbind(3)
         rows = torch.cat((early, late.flip(0)))  # the chunks of a row in order: (2 n, 2, B, c, K, E)
         k, v = rows.movedim(0, 2).flatten(2, 3).unbind(0)  # (B, T, K, E)
@@ -92,7 +92,7 @@ def gather(attend: AttendFrom, share: Share) -> Attend:
 
 
 def ring(share: Share) -> Attend:
-    """Pass keys and values around, for rows of one document."""
+    """Pass keys and values around the ranks, for rows of one document."""
 
     def passed(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         if not documents.single:
@@ -107,8 +107,8 @@ def ring(share: Share) -> Attend:
 class _Ring(torch.autograd.Function):
     """q (B, H, t, E), k and v (B, K, t, E) of this rank's two chunks -> (B, H, t, E).
 
-    Of the keys of an earlier rank all queries read the first chunk alone; those of a later rank are read, both chunks,
-    by the second chunk of queries alone: nothing needs a mask, and each turn is half a rank's square of scores.
+    All queries read only the first chunk of an earlier rank's keys; only the second chunk of queries reads a later
+    rank's keys, both chunks. So no mask is needed, and each turn computes half a rank's square of scores.
     """
 
     @staticmethod
@@ -117,13 +117,13 @@ class _Ring(torch.autograd.Function):
         for turn in range(share.ranks):
             passing = _Passing(keys, share) if turn < share.ranks - 1 else None
             rows, columns = _read(share, turn, q.shape[2])
-            one, its_lse = _attend(q[:, :, rows], *keys[:, :, :, columns], causal=turn == 0)
+            part, part_lse = _attend(q[:, :, rows], *keys[:, :, :, columns], causal=turn == 0)
             if turn == 0:
-                out, lse = widen(one), its_lse
+                out, lse = widen(part), part_lse
             else:
-                both = torch.logaddexp(lse[:, :, rows], its_lse)
-                old, new = torch.exp(lse[:, :, rows] - both), torch.exp(its_lse - both)
-                out[:, :, rows] = out[:, :, rows] * old[..., None] + one * new[..., None]
+                both = torch.logaddexp(lse[:, :, rows], part_lse)
+                old, new = torch.exp(lse[:, :, rows] - both), torch.exp(part_lse - both)
+                out[:, :, rows] = out[:, :, rows] * old[..., None] + part * new[..., None]
                 lse[:, :, rows] = both
             if passing is not None:
                 keys = passing.arrived()
@@ -141,22 +141,22 @@ class _Ring(torch.autograd.Function):
             passing = _Passing(keys, share) if turn < share.ranks - 1 else None
             rows, columns = _read(share, turn, q.shape[2])
             parts = (grad[:, :, rows], q[:, :, rows], *keys[:, :, :, columns], out[:, :, rows], lse[:, :, rows])
-            one_q, one_k, one_v = _gradients(*parts, causal=turn == 0)
-            d_q[:, :, rows] += one_q
-            # What the ranks before have added to the gradients of these keys; they go on with them.
+            part_q, part_k, part_v = _gradients(*parts, causal=turn == 0)
+            d_q[:, :, rows] += part_q
+            # Earlier ranks' sums of the gradients of these keys, passed on together with the keys.
             d_keys = torch.zeros_like(keys, dtype=lse.dtype) if under_way is None else under_way.arrived()
-            d_keys[0, :, :, columns] += one_k
-            d_keys[1, :, :, columns] += one_v
+            d_keys[0, :, :, columns] += part_k
+            d_keys[1, :, :, columns] += part_v
             under_way = _Passing(d_keys, share)
             if passing is not None:
                 keys = passing.arrived()
         assert under_way is not None
-        d_k, d_v = under_way.arrived().to(k.dtype)  # at home again
+        d_k, d_v = under_way.arrived().to(k.dtype)  # back on their own rank
         return d_q.to(q.dtype), d_k, d_v, None
 
 
 class _Passing:
-    """A tensor on its way to the next rank, and the previous rank's on its way here."""
+    """A tensor being sent to the next rank, and the previous rank's tensor being received."""
 
     def __init__(self, sent: Tensor, share: Share) -> None:
         self.sent, self.coming = sent, torch.empty_like(sent)
@@ -174,11 +174,11 @@ class _Passing:
 
 
 def _read(share: Share, turn: int, tokens: int) -> tuple[slice, slice]:
-    """Return which of this rank's queries read which of the keys that are here: those of rank (r - turn) % n."""
-    half, whole = tokens // 2, slice(0, tokens)
+    """Return which of this rank's queries read which of the current keys, from rank (r - turn) % n."""
+    half, full = tokens // 2, slice(0, tokens)
     if turn == 0:
-        return whole, whole
-    return (whole, slice(0, half)) if turn <= share.rank else (slice(half, tokens), whole)
+        return full, full
+    return (full, slice(0, half)) if turn <= share.rank else (slice(half, tokens), full)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -194,20 +194,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, T
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, ...]:
-    """Gradients by these keys alone; `out` and `lse` are of all keys, which is all that differs from the usual ones."""
+    """Compute the gradients for these keys alone; the only difference to usual: `out` and `lse` include all keys."""
     K, group = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (_repeated(t, q) for t in (k, v))
     if q.is_cuda:
-        none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout
-        sizes = (None, None, q.shape[2], k.shape[2], 0.0, causal, none, none[0])
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is off
+        sizes = (None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[0])
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), *sizes
         )
     else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal
         )
-    d_q, *d_keys = found
+    d_q, *d_keys = gradients
     return d_q, *(t.unflatten(1, (K, group)).sum(2, dtype=lse.dtype) for t in d_keys)
 
 

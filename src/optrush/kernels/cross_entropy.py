@@ -1,13 +1,13 @@
-"""Cross-entropy of labels under a linear head: all logits at once, or the logits of a chunk of rows at a time.
+"""Cross-entropy of labels under a linear head, with all logits at once or the logits of one chunk of rows at a time.
 
 Legend: N rows (tokens), D width, V vocabulary. With z = hidden @ weight.T + bias and y = softcap * tanh(scale * z /
 softcap) (y = scale * z without a softcap), a row's loss is logsumexp(y) - y[label]. Rows labelled -100 have exactly 0
-loss and no gradient, whatever their hidden values are. All is float32 after the matrix product (float64 for float64).
+loss and no gradient, whatever their hidden values. All is float32 after the matmul (float64 for float64).
 
-`cross_entropy` stores (N, V) logits: in float32 one for the backward pass, and three in it. `chunked_cross_entropy`
-stores (chunk, V). The head's `nll` slot takes the classes: one function with its settings.
+`cross_entropy` stores (N, V) float32 logits: one tensor for the backward pass, three during it. `chunked_cross_entropy`
+stores (chunk, V). The classes fill the head's `nll` slot: one function with its settings.
 Source: gradients in the forward pass as in Liger Kernel (arXiv:2410.10989) and Cut Your Losses (arXiv:2411.09009).
-Differs from the source: dW is summed in float32, a token reduction recomputes logits in the backward.
+Differs from the source: dW is summed in float32; with a token reduction, the backward recomputes the logits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Reduce = Literal["sum", "token"]
 ChunkLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor]]
 
 
-# --- What the head calls.
+# --- The head's callables.
 
 
 class LossKernel(Protocol):
@@ -61,7 +61,7 @@ class _Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Whole(_Kernel):
-    """All logits at once: the baseline. Compiled as a whole."""
+    """Compute all logits at once: the baseline. Compiled in one piece."""
 
     @cached_property
     def _function(self) -> Callable[..., Tensor]:
@@ -73,7 +73,7 @@ class Whole(_Kernel):
 
 @dataclass(frozen=True, kw_only=True)
 class Chunked(_Kernel):
-    """At most `chunk` rows of logits at once. Compiled inside a chunk; the loop over chunks stays in Python."""
+    """Compute at most `chunk` rows of logits at once. Compiled inside a chunk; the loop over chunks stays in Python."""
 
     chunk: int = 4096
 
@@ -87,7 +87,7 @@ class Chunked(_Kernel):
 
 @dataclass(frozen=True, kw_only=True)
 class Scores(_Kernel):
-    """No loss: the products with a weight of one row, (N,) float32 at least, in float32 whatever the precision."""
+    """Return scores instead of a loss: matmul with a weight of one row, (N,), in at least float32 at any precision."""
 
     @cached_property
     def _function(self) -> Callable[..., Tensor]:
@@ -105,7 +105,7 @@ def scores(hidden: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """The rows of the vocabulary that this rank's part of a head holds: as many on each rank of the group."""
+    """This rank's rows of the vocabulary of a sharded head; all ranks of the group have equally many."""
 
     group: torch.distributed.ProcessGroup
     first: int
@@ -113,10 +113,10 @@ class VocabularyPart:
 
 @dataclass(frozen=True, kw_only=True)
 class AcrossRanks(_Kernel):
-    """A head cut by rows of the vocabulary: each rank has the logits of its own, and gradients of its own weight.
+    """A head sharded by rows of the vocabulary: each rank computes the logits and gradients of its weight.
 
-    Of each row two numbers cross the ranks, its maximum and then its sum of exponentials with its label's logit; the
-    ranks' gradients of the hidden states are to be summed by the caller. Not compiled: the collectives stay in Python.
+    Two numbers per row cross the ranks: the maximum, then the sum of exponentials with the label's logit. The caller
+    sums the ranks' gradients of the hidden states. Not compiled: the collectives stay in Python.
     """
 
     part: VocabularyPart
@@ -131,7 +131,7 @@ class AcrossRanks(_Kernel):
 
 
 def across_ranks(kernel: LossKernel, part: VocabularyPart) -> AcrossRanks:
-    """Return a loss as the kernel's, for a head cut by rows of the vocabulary; NeedsError: a package has none."""
+    """Return the kernel's loss for a head sharded by rows of the vocabulary; NeedsError: a package's loss has none."""
     if isinstance(kernel, Package):
         asked, found = f"{kernel.function.__name__}'s loss kernel", "a vocabulary sharded over ranks"
         raise NeedsError(asked, found, "use fused-loss:impl=chunked")
@@ -140,8 +140,8 @@ def across_ranks(kernel: LossKernel, part: VocabularyPart) -> AcrossRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Package(_Kernel):
-    """A package's sum with its gradients in training; as `Chunked` losses by token, which packages have not, and
-    evaluation, which needs no gradients."""
+    """Compute a package's loss sum and gradients in training; `Chunked` computes losses by token, which packages lack,
+    and evaluation, which needs no gradients."""
 
     function: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (hidden, weight, labels, chunk) -> sum of losses
     chunk: int = 4096
@@ -200,17 +200,17 @@ def chunked_cross_entropy(
     softcap: float | None = None, reduce: Reduce = "sum", chunk: int = 2048, inner: ChunkLoss | None = None,
     whole: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Compute `cross_entropy` with at most (chunk, V) logits at once; arguments, shapes and errors as there.
+    """Compute `cross_entropy` with at most (chunk, V) logits at once; same arguments, shapes and errors.
 
-    With reduce='sum' the gradients are computed in the forward pass and saved for the backward: (N, D) in hidden's type
-    and (V, D) in weight's, whose sum over chunks is in float32. They are scaled by the incoming gradient in place, so a
-    second backward through the same graph raises. With reduce='token' each row's factor is known only in the backward,
-    which recomputes the logits from hidden and weight.
+    With reduce='sum' the forward computes the gradients and saves them for the backward: (N, D) in hidden's type and
+    (V, D) in weight's type, summed over chunks in float32. The incoming gradient scales them in place, so a second
+    backward through the same graph raises. With reduce='token' the rows' factors are known only in the backward, which
+    recomputes the logits from hidden and weight.
 
     Args:
-        chunk: most rows at a time; chunks are of equal size, so that no small last chunk costs a shape of its own.
+        chunk: maximum number of rows at a time; chunks have equal sizes, to avoid another shape for a small last chunk.
         inner: replaces `chunk_loss`, e.g. by torch.compile of it.
-        whole: False where `inner` alone knows the whole vocabulary, and makes the losses without gradients, too.
+        whole: False if only `inner` can compute the losses (sharded vocabulary, another loss), also without gradients.
     """
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     settings = _Settings(scale, softcap, chunk, inner or chunk_loss, compute_dtype(hidden), whole)
@@ -225,7 +225,7 @@ def chunk_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor, scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute losses of some rows and the gradient of sum(factors * losses) with respect to hidden @ weight.T + bias.
+    """Compute the losses of some rows, and the gradient of sum(factors * losses) for hidden @ weight.T + bias.
 
     Args:
         hidden: (n, D), already in weight's type.
@@ -253,7 +253,7 @@ def chunk_loss_across(
     part: VocabularyPart, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor,
     scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `chunk_loss` of a vocabulary that is cut over ranks: whole losses, the gradient of this rank's logits."""
+    """Compute `chunk_loss` of a vocabulary sharded over ranks: full losses, the gradient of this rank's logits."""
     learnt = labels != IGNORE
     z = F.linear(hidden.masked_fill(~learnt[:, None], 0), weight, bias)  # (n, V / ranks)
     y = widen(z) * scale
@@ -263,14 +263,14 @@ def chunk_loss_across(
         y, slope = t * softcap, (1 - t * t) * scale
     most = y.amax(-1)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=part.group)
-    own = labels - part.first
-    here = learnt & (own >= 0) & (own < len(weight))
-    own = own.where(here, 0)[:, None]
+    index = labels - part.first
+    local = learnt & (index >= 0) & (index < len(weight))
+    index = index.where(local, 0)[:, None]
     e = torch.exp(y - most[:, None])
-    sums = torch.stack((e.sum(-1), torch.where(here, (y - most[:, None]).gather(1, own).squeeze(1), 0)))
+    sums = torch.stack((e.sum(-1), torch.where(local, (y - most[:, None]).gather(1, index).squeeze(1), 0)))
     torch.distributed.all_reduce(sums, group=part.group)
     losses = torch.where(learnt, sums[0].log() - sums[1], 0)
-    hit = (torch.arange(len(weight), device=labels.device) == own) & here[:, None]
+    hit = (torch.arange(len(weight), device=labels.device) == index) & local[:, None]
     gradient = (e / sums[0][:, None] - hit.to(y.dtype)) * torch.where(learnt, factors, 0)[:, None] * slope
     return losses, gradient.to(hidden.dtype)
 
@@ -280,12 +280,12 @@ def _losses(
 ) -> Tensor:
     # An ignored row's hidden values become 0: in the backward 0 * NaN would reach the weight's gradient.
     y = F.linear(hidden.masked_fill((labels == IGNORE)[:, None], 0), weight, bias)
-    y = widen(y)  # one name for all of them: another would keep its tensor until the loss is computed
+    y = widen(y)  # reuse one name: a second would keep its tensor alive until the loss
     if scale != 1.0:
         y = y * scale
     if softcap is not None:
         y = torch.tanh(y / softcap) * softcap
-    # torch's own saves one (N, V) for the backward and needs three there; logsumexp and a gather would need five.
+    # torch's function saves one (N, V) for the backward and needs three there; logsumexp and a gather would need five.
     return F.cross_entropy(y, labels, ignore_index=IGNORE, reduction="none")  # (N,), 0 where ignored
 
 
@@ -294,8 +294,8 @@ class _Settings(NamedTuple):
     softcap: float | None
     chunk: int
     inner: ChunkLoss
-    dtype: torch.dtype  # of the products
-    whole: bool = True  # the weight has the whole vocabulary
+    dtype: torch.dtype  # of the matmuls
+    whole: bool = True  # False: only `inner` can compute the losses
 
     def losses(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
         if self.whole:
@@ -304,14 +304,14 @@ class _Settings(NamedTuple):
 
 
 class _Summed(torch.autograd.Function):
-    """Sum of losses; all gradients are computed while the chunk's logits exist."""
+    """Sum the losses; compute all gradients while the chunk's logits exist."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        hidden, weight, bias, labels, settings = given
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        hidden, weight, bias, labels, settings = inputs
         wide = _wide(settings.dtype)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        # Cast now: between here and the backward the activations are at their peak.
+        # Cast now: activations are at their peak between here and the backward.
         factors = (labels != IGNORE).to(wide)
         ctx.gradients = _gradients(ctx.needs_input_grad, hidden, weight, bias, labels, factors, settings, total)
         return total
@@ -325,11 +325,11 @@ class _Summed(torch.autograd.Function):
 
 
 class _ByToken(torch.autograd.Function):
-    """Losses by row; the backward recomputes each chunk's logits."""
+    """Compute losses by row; the backward recomputes each chunk's logits."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        hidden, weight, bias, labels, settings = given
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        hidden, weight, bias, labels, settings = inputs
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.settings, dtype = settings, settings.dtype
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -352,7 +352,7 @@ def _gradients(
     needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor,
     settings: _Settings, total: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute the gradients of sum(factors * losses) by chunks: hidden, weight, bias; add the losses to `total`."""
+    """Compute the gradients of sum(factors * losses) by chunks, for hidden, weight, bias; add the losses to `total`."""
     wide, dtype = _wide(settings.dtype), settings.dtype
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     dh = torch.zeros_like(hidden) if needs[0] else None

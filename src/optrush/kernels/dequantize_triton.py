@@ -1,10 +1,10 @@
 """Dequantize 4-bit or 8-bit weights in one launch; nf4.py, mxfp4.py and int8.py have formats and references.
 
-Imported where it is launched only, because only CUDA builds of torch have Triton; in the tests its interpreter runs it.
-Codes and scales are read once, the dense weight is written once, in place: rows of the destination may be those of one
-piece of a fused linear, with the rows of others between them.
+Imported only where it is launched, because only CUDA builds of torch have Triton; tests run it in Triton's interpreter.
+Codes and scales are read once, the dense weight is written once, in place: the destination rows may belong to one piece
+of a fused linear, with other pieces' rows between them.
 
-Where no 4-bit block crosses a row, a program processes a piece of one row and reads eight values a word. Words are in
+If no 4-bit block crosses a row, a program processes a piece of one row and reads eight values per word. Words are in
 one dimension, each with its scale, so that neighboring threads store neighboring values: with two dimensions the
 compiler gave each thread of a warp another block, which took three times as long.
 """
@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, NESTED = 64, 256  # values of a block, blocks of a nested one: nf4.py
-BLOCKS, LEAST = 64, 16  # of one program, at most and at least: 4096 and 1024 values
-WORD = 8  # values of 4 bytes
-TILE = 2048  # 8-bit values of one program, at most: of one row, so that there is no division
+BLOCK, NESTED = 64, 256  # values per block, blocks per nested one: nf4.py
+BLOCKS, LEAST = 64, 16  # of one program, maximum and minimum: 4096 and 1024 values
+WORD = 8  # values per 4 bytes
+TILE = 2048  # maximum 8-bit values per program, all of one row, to avoid a division
 
-# Globals of a kernel must be its constants.
+# A kernel's globals must be tl.constexpr.
 _BLOCK, _NESTED = tl.constexpr(BLOCK), tl.constexpr(NESTED)
 _PART = tl.constexpr(1 / 127)  # int8.PART
 _MX_BLOCK = tl.constexpr(32)  # mxfp4.BLOCK
@@ -30,23 +30,23 @@ _LEAST_POWER = tl.constexpr(0x00400000)  # 2^-127 as the bits of a float32
 
 @triton.jit
 def lookup(numbers, codes):
-    """Return numbers (n,) at int32 codes of any shape, from 0 to n - 1, in that shape.
+    """Return numbers (n,) at int32 codes from 0 to n - 1, in the codes' shape.
 
-    Loads by code do not determine the order of threads: the compiler chose one that has each thread of a warp in
-    another block, and gave it to all loads and stores around. A gather on the chip has the order of the codes.
+    A load by code does not fix the thread layout: the compiler chose one that gives each thread of a warp another
+    block, and applied it to all loads and stores around. An on-chip gather has the layout of the codes.
     """
     return tl.reshape(tl.gather(numbers, tl.reshape(codes, (codes.numel,)), 0), codes.shape)
 
 
 @triton.jit
-def _scales(absmax, nested, map8, block, there, last, DOUBLE: tl.constexpr):
+def _scales(absmax, nested, map8, block, mask, last, DOUBLE: tl.constexpr):
     """Load the scales of blocks. last: index of the offset in `nested`."""
     if DOUBLE:
-        code = tl.load(absmax + block, mask=there, other=0).to(tl.int32)
-        of_block = tl.load(nested + block // _NESTED, mask=there, other=0.0)
+        code = tl.load(absmax + block, mask=mask, other=0).to(tl.int32)
+        of_block = tl.load(nested + block // _NESTED, mask=mask, other=0.0)
         scale = tl.load(map8 + code) * of_block + tl.load(nested + last)
     else:
-        scale = tl.load(absmax + block, mask=there, other=0.0)
+        scale = tl.load(absmax + block, mask=mask, other=0.0)
     return scale
 
 
@@ -55,21 +55,21 @@ def _by_rows(
     codes, absmax, nested, table, map8, out, across, in_group, group_stride, row_stride, last,
     DOUBLE: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize some of a row's `across` blocks; no block crosses rows. codes: words of 4 bytes, lowest first."""
+    """Dequantize some of a row's `across` blocks; blocks do not cross rows. codes: words of 4 bytes, lowest first."""
     row, begin = tl.program_id(0), tl.program_id(1) * BLOCKS
     word, value = tl.arange(0, BLOCKS * WORDS), tl.arange(0, WORD)
     inside = word // WORDS
-    there = begin + inside < across
+    mask = begin + inside < across
     first = row.to(tl.int64) * across + begin
-    scale = _scales(absmax, nested, map8, first + inside, there, last, DOUBLE)
-    eight = tl.load(codes + first * WORDS + word, mask=there, other=0)
-    code = (eight[:, None] >> ((value ^ 1) * 4)[None, :]) & 15  # the first of a byte is its high half
+    scale = _scales(absmax, nested, map8, first + inside, mask, last, DOUBLE)
+    packed = tl.load(codes + first * WORDS + word, mask=mask, other=0)
+    code = (packed[:, None] >> ((value ^ 1) * 4)[None, :]) & 15  # the first value of a byte is its high half
     numbers = tl.load(table + tl.arange(0, NUMBERS))
     values = lookup(numbers, code) * scale[:, None]
     to = out + (row // in_group).to(tl.int64) * group_stride + (row % in_group).to(tl.int64) * row_stride
     to += begin * _BLOCK
     at = word[:, None] * WORD + value[None, :]
-    tl.store(to + at, values.to(out.dtype.element_ty), mask=there[:, None])
+    tl.store(to + at, values.to(out.dtype.element_ty), mask=mask[:, None])
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def _dequantize_blocks(
 def launch_nf4(
     codes: Tensor, absmax: Tensor, nested: Tensor | None, out: Tensor, table: Tensor, dynamic_map: Tensor
 ) -> None:
-    """Implement `nf4.dequantize_nf4`; out: (rows, width), or (groups, rows of a group, width); tables: nf4's."""
+    """Implement `nf4.dequantize_nf4`; out: (rows, width) or (groups, rows per group, width); tables: nf4's."""
     grouped = out if out.dim() == 3 else out[None]
     assert grouped.stride(2) == 1
     groups, in_group, width = grouped.shape
@@ -107,7 +107,7 @@ def launch_nf4(
     lookups = table, dynamic_map
     if width % BLOCK == 0 and codes.data_ptr() % 4 == 0:
         across = width // BLOCK
-        most = min(BLOCKS, max(LEAST, across & -across))  # a power of two that divides `across`, if it has one
+        most = min(BLOCKS, max(LEAST, across & -across))  # a power of two that divides `across`, if possible
         words = codes[: n // 2].view(torch.int32)
         _by_rows[(groups * in_group, triton.cdiv(across, most))](
             words, *scales, *lookups, grouped, across, *places,
@@ -125,11 +125,11 @@ def launch_nf4(
 @triton.jit
 def _dequantize_int8(codes, scales, out, width, in_group, group_stride, row_stride, TILE: tl.constexpr):
     row, column = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    there = column < width
-    code = tl.load(codes + row.to(tl.int64) * width + column, mask=there, other=0).to(tl.float32)
+    mask = column < width
+    code = tl.load(codes + row.to(tl.int64) * width + column, mask=mask, other=0).to(tl.float32)
     value = code * tl.load(scales + row) * _PART
     to = out + (row // in_group).to(tl.int64) * group_stride + (row % in_group).to(tl.int64) * row_stride
-    tl.store(to + column, value.to(out.dtype.element_ty), mask=there)
+    tl.store(to + column, value.to(out.dtype.element_ty), mask=mask)
 
 
 @torch.no_grad()
@@ -154,17 +154,17 @@ def _mxfp4_by_rows(
     row, begin = tl.program_id(0), tl.program_id(1) * BLOCKS
     word, value = tl.arange(0, BLOCKS * WORDS), tl.arange(0, WORD)
     inside = word // WORDS
-    there = begin + inside < across
+    mask = begin + inside < across
     first = row.to(tl.int64) * across + begin
-    exponent = tl.load(scales + first + inside, mask=there, other=0).to(tl.int32)
+    exponent = tl.load(scales + first + inside, mask=mask, other=0).to(tl.int32)
     scale = tl.where(exponent == 0, _LEAST_POWER, exponent << 23).to(tl.float32, bitcast=True)
-    eight = tl.load(codes + first * WORDS + word, mask=there, other=0)
-    code = (eight[:, None] >> (value * 4)[None, :]) & 15
+    packed = tl.load(codes + first * WORDS + word, mask=mask, other=0)
+    code = (packed[:, None] >> (value * 4)[None, :]) & 15
     values = lookup(tl.load(table + tl.arange(0, NUMBERS)), code) * scale[:, None]
     to = out + (row // in_group).to(tl.int64) * group_stride + (row % in_group).to(tl.int64) * row_stride
     to += begin * _MX_BLOCK
     at = word[:, None] * WORD + value[None, :]
-    tl.store(to + at, values.to(out.dtype.element_ty), mask=there[:, None])
+    tl.store(to + at, values.to(out.dtype.element_ty), mask=mask[:, None])
 
 
 @torch.no_grad()

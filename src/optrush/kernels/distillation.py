@@ -1,14 +1,14 @@
 """Compare a linear head's logits with another model's, one chunk of rows at a time: loss and gradients.
 
-Legend: n rows of a chunk, D width, V vocabulary (of both models, the smaller one). With y the head's logits and t the
-teacher's, p and q their softmax at temperature T, a row's loss is
+Legend: n rows of a chunk, D width, V the smaller vocabulary of the two models. With y the head's logits and t
+the teacher's, p and q their softmax at temperature T, a row's loss is
 
     (1 - alpha) T^2 KL + alpha (logsumexp(y) - y[label])
-    forward KL = sum of q (log q - log p), gradient by y: (p - q) / T
-    reverse KL = sum of p (log p - log q), gradient by y: p (log p - log q - KL) / T
+    forward KL = sum of q (log q - log p), gradient for y: (p - q) / T
+    reverse KL = sum of p (log p - log q), gradient for y: p (log p - log q - KL) / T
 
-Rows labelled -100 have 0 loss and no gradient. T^2 keeps the size of gradients as T grows. Of a teacher whose k
-likeliest tokens were stored, all others are one class (the ghost token of Anshumann et al., arXiv:2503.16870).
+Rows labelled -100 have 0 loss and no gradient. T^2 keeps gradients at one scale as T grows. If only a teacher's k
+likeliest tokens were stored, all others form one class (the ghost token of Anshumann et al., arXiv:2503.16870).
 Source: Hinton et al., https://arxiv.org/abs/1503.02531; the reverse: Gu et al., https://arxiv.org/abs/2306.08543.
 """
 
@@ -37,15 +37,15 @@ class Blend(NamedTuple):
 
 
 class Likeliest(NamedTuple):
-    """A teacher's k likeliest tokens of each row, of its first `vocab` ones, at the temperature of the loss."""
+    """The teacher's k likeliest tokens of each row, among the first `vocab` ones, at the temperature of the loss."""
 
     ids: Tensor  # (n, k) integers
-    log_p: Tensor  # (n, k + 1) log-probabilities; the last is that of all other tokens together
+    log_p: Tensor  # (n, k + 1) log-probabilities; the last is for all other tokens together
     vocab: int
 
 
 def likeliest(logits: Tensor, k: int, temperature: float, dtype: torch.dtype) -> Likeliest:
-    """Return the k likeliest tokens of logits (n, V), with log-probabilities in a type that may be narrower."""
+    """Return the k likeliest tokens of logits (n, V), with log-probabilities in `dtype`, which may be narrower."""
     scaled = widen(logits) / temperature
     top, ids = scaled.topk(k, -1)
     others = torch.logsumexp(scaled.scatter(1, ids, -torch.inf), -1, keepdim=True)
@@ -57,7 +57,7 @@ def divergence_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor, scale: float,
     softcap: float | None, theirs: Tensor | Likeliest, blend: Blend,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the losses of some rows, and the gradient of sum(factors * losses) by hidden @ weight.T + bias.
+    """Compute the losses of some rows, and the gradient of sum(factors * losses) for hidden @ weight.T + bias.
 
     Args:
         hidden: (n, D), already in weight's type.
@@ -65,7 +65,7 @@ def divergence_rows(
         theirs: the teacher's logits (n, V or more), or its likeliest tokens at this temperature.
 
     Returns:
-        (n,) losses and (n, V) gradient as `chunk_loss`; (n,) divergences and next-token losses, 0 where ignored.
+        (n,) losses and (n, V) gradient like `chunk_loss`; (n,) divergences and next-token losses, 0 where ignored.
     """
     T, alpha, reverse = blend
     learnt = labels != IGNORE
@@ -79,7 +79,7 @@ def divergence_rows(
     index = labels.clamp_min(0)[:, None]
     next_token = torch.where(learnt, lse - y.gather(1, index).squeeze(1), 0)
     known = theirs.vocab if isinstance(theirs, Likeliest) else theirs.shape[1]
-    V = min(y.shape[1], known)  # beyond, rows of an embedding that no token has
+    V = min(y.shape[1], known)  # further rows of an embedding have no token
     log_p = torch.log_softmax(y[:, :V] / T, -1)
     if isinstance(theirs, Likeliest):
         log_q = completed(theirs, log_p)
@@ -87,9 +87,9 @@ def divergence_rows(
         log_q = torch.log_softmax(widen(theirs[:, :V]) / T, -1)
     p, q = log_p.exp(), log_q.exp()
     if reverse:
-        apart = log_p - log_q
-        kl = (p * apart).sum(-1)
-        slopes = p * (apart - kl[:, None])
+        gap = log_p - log_q
+        kl = (p * gap).sum(-1)
+        slopes = p * (gap - kl[:, None])
     else:
         kl = (q * (log_q - log_p)).sum(-1)
         slopes = p - q
@@ -102,10 +102,10 @@ def divergence_rows(
 
 
 def completed(theirs: Likeliest, log_p: Tensor) -> Tensor:
-    """Return the teacher's log-probabilities (n, V), its other tokens' in the model's own proportions.
+    """Return the teacher's log-probabilities (n, V); tokens that were not stored get the model's own proportions.
 
-    Its divergence from the model is then that of the k tokens and one class of all others, and so is the gradient: in
-    that class the model's probabilities are scaled, and none is preferred to another.
+    Its divergence from the model then equals the divergence over the k tokens and one class of all others, and so does
+    the gradient: within that class the model's probabilities are only scaled together.
     """
     ids = theirs.ids.long()
     log_q = torch.log_softmax(widen(theirs.log_p), -1)  # rounded when stored: now they sum to 1 again
@@ -120,10 +120,10 @@ class Lesson:
     stored: Likeliest | None = None  # of N tokens
 
     def part(self, first: int, last: int, logits: Callable[[Tensor], Tensor] | None) -> Tensor | Likeliest:
-        """Return the reference of `divergence_rows` for the tokens [first, last).
+        """Return the teacher's input of `divergence_rows` for the tokens [first, last).
 
         Args:
-            logits: of a teacher that runs: hidden states (n, D) -> (n, V).
+            logits: a loaded teacher's function, hidden states (n, D) -> (n, V).
         """
         if logits is not None:
             assert self.hidden is not None
@@ -135,12 +135,12 @@ class Lesson:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A head's kernel with a teacher: at most `chunk` rows of logits of either model at once."""
+    """A head's kernel with a teacher: at most `chunk` rows of logits of each model at once."""
 
-    logits: Callable[[Tensor], Tensor] | None  # of the teacher: hidden states (n, D) -> (n, V); None: they are stored
+    logits: Callable[[Tensor], Tensor] | None  # the teacher's, hidden states (n, D) -> (n, V); None: stored
     lesson: Lesson
     blend: Blend
-    metrics: Mapping[str, Tensor]  # `kl` and `next_token_loss`, to which sums are added
+    metrics: Mapping[str, Tensor]  # `kl` and `next_token_loss`: running sums
     chunk: int
     options: dict[str, Any] | None = field(default=None, hash=False)  # torch.compile's; None runs eagerly
 
@@ -159,11 +159,11 @@ class Compared:
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
         done = 0
 
-        def rows(h: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-            nonlocal done  # chunks come one after another
+        def rows(h: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+            nonlocal done  # chunks arrive in order
             theirs = self.lesson.part(done, done + len(h), self.logits)
             done += len(h)
-            losses, gradient, kl, next_token = self._rows(h, *given, theirs, self.blend)
+            losses, gradient, kl, next_token = self._rows(h, *inputs, theirs, self.blend)
             self.metrics["kl"].add_(kl.detach().sum())
             self.metrics["next_token_loss"].add_(next_token.detach().sum())
             return losses, gradient

@@ -1,9 +1,9 @@
-"""Triton kernel that draws and stores a token per slot from its logits (models/sampling.py). CUDA only.
+"""Triton kernel that draws and stores one token per slot from its logits (models/sampling.py). CUDA only.
 
-A program reads a slot's logits three times, of which the first comes from memory: the maximum, the sum of exponentials,
-and the place where that sum passes the random number. The number is `sampling.uniform`'s, computed here in integers.
+A program reads a slot's logits three times, only once from memory: for the maximum, the sum of exponentials, and the
+token at which that sum passes the random number. It is the number of `sampling.uniform`, computed in integers.
 
-Shapes: S slots, V vocabulary, A tokens of an answer, N tokens that end one.
+Shapes: S slots, V vocabulary, A tokens per answer, N end tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096  # logits that a program processes together
+TILE = 4096  # logits per tile of a program
 M1, M2, STEP = (tl.constexpr(x) for x in (-4658895280553007687, -7723592293110705685, -7046029254386353131))
 
 
@@ -20,18 +20,18 @@ def draw(
     logits: Tensor, who: Tensor, keys: tuple[Tensor, Tensor, Tensor], token: Tensor, live: Tensor, ended: Tensor,
     kept: tuple[Tensor, Tensor, Tensor], ends: Tensor, *, seed: int, temperature: float, most: int,
 ) -> None:  # fmt: skip
-    """Draw a token for the slots of a mask, and end what it ends; all but `logits`, `who` and `ends` is written.
+    """Draw a token for the slots of a mask, and end finished answers; writes all but `logits`, `who` and `ends`.
 
     Args:
         logits: (S, V) float32.
         who: (S,) bool.
-        keys: prompt, member, and tokens that the answer has; (S,) int64 each. The last is raised by one.
+        keys: prompt, member, and tokens of the answer so far; (S,) int64 each. The last is incremented.
         token: (S,) int64.
         live, ended: (S,) bool.
         kept: tokens (S, A) int64, their log-probabilities and the entropies (S, A) float32.
         ends: (N,) int64.
-        temperature: 0 takes the likeliest, of equal ones the first.
-        most: tokens of an answer.
+        temperature: 0 takes the likeliest token, the first of equals.
+        most: maximum tokens per answer.
     """
     S, V = logits.shape
     number, member, made = keys
@@ -50,24 +50,24 @@ def _draw(
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     if tl.load(who + slot):
-        one = tl.arange(0, TILE)
+        lane = tl.arange(0, TILE)
         row = logits + slot * V
         high = tl.full([TILE], float("-inf"), tl.float32)
         place = tl.zeros([TILE], tl.int32)
         for at in range(0, V, TILE):
-            x = tl.load(row + at + one, mask=at + one < V, other=float("-inf"))
-            place = tl.where(x > high, at + one, place)
+            x = tl.load(row + at + lane, mask=at + lane < V, other=float("-inf"))
+            place = tl.where(x > high, at + lane, place)
             high = tl.maximum(x, high)
         top = tl.max(high, 0) * factor
         chosen = tl.min(tl.where(high == tl.max(high, 0), place, V), 0)
         total = 0.0
         mixed = 0.0
         for at in range(0, V, TILE):
-            x = tl.load(row + at + one, mask=at + one < V, other=float("-inf")) * factor
+            x = tl.load(row + at + lane, mask=at + lane < V, other=float("-inf")) * factor
             e = tl.exp(x - top)
             total += tl.sum(e, 0)
             mixed += tl.sum(tl.where(e > 0, e * x, 0.0), 0)
-        whole = top + tl.log(total)
+        lse = top + tl.log(total)
         length = tl.load(made + slot)
         if not GREEDY:
             state = _mixed(tl.full([1], 0, tl.int64) + seed)
@@ -78,19 +78,19 @@ def _draw(
             point = tl.minimum(tl.sum(share, 0).to(tl.float32), 0.99999994) * total
             below = 0.0
             for at in range(0, V, TILE):
-                x = tl.load(row + at + one, mask=at + one < V, other=float("-inf")) * factor
+                x = tl.load(row + at + lane, mask=at + lane < V, other=float("-inf")) * factor
                 e = tl.exp(x - top)
                 more = tl.sum(e, 0)
                 if (below <= point) & (point < below + more):
-                    last = tl.max(tl.where(e > 0, one, 0), 0)  # where sums of another order do not pass it
-                    passes = (below + tl.cumsum(e, 0) > point) & (e > 0)  # such sums may rise where nothing is added
-                    chosen = at + tl.min(tl.where(passes, one, last), 0)
+                    last = tl.max(tl.where(e > 0, lane, 0), 0)  # if sums in another order do not pass it
+                    passes = (below + tl.cumsum(e, 0) > point) & (e > 0)  # such sums may increase without an addend
+                    chosen = at + tl.min(tl.where(passes, lane, last), 0)
                 below += more
         x = tl.load(row + chosen) * factor
         column = slot * width + tl.minimum(length, most - 1)
         tl.store(out + column, chosen.to(tl.int64))
-        tl.store(log_p + column, x - whole)
-        tl.store(entropy + column, whole - mixed / total)
+        tl.store(log_p + column, x - lse)
+        tl.store(entropy + column, lse - mixed / total)
         tl.store(token + slot, chosen.to(tl.int64))
         tl.store(made + slot, length + 1)
         end = tl.arange(0, ENDS)
@@ -104,7 +104,7 @@ def _draw(
 
 @triton.jit
 def _mixed(state):
-    """Mix as `sampling.uniform` does: SplitMix64's function."""
+    """Mix the state with SplitMix64, like `sampling.uniform`."""
     state = state + STEP
     state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * M1
     state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * M2

@@ -1,20 +1,20 @@
 """Matmuls of routed experts by QuACK: groups of rows with separate matrices, and a layer of experts.
 
-    grouped_quack  the product of each group of rows with its matrix, in place of torch's
+    grouped_quack  the matmul of each group of rows with its matrix, instead of torch's
     feed_quack     a layer of experts: from tokens and their experts to the weighted sums
 
-The layer copies no rows of tokens: the product of gate and up, and in the backward pass those of the activation's and
-the weights' gradients, read tokens by number. Activations are in the products' epilogues, as in swiglu_quack.py. The
-backward epilogue also multiplies by a row's weight, and sums that weight's gradient in float32.
+The layer does not copy rows of tokens: the matmul of gate and up, and in the backward pass the matmuls for the
+gradients of activation and weights, read tokens by index. Activations are fused into the epilogues, as in
+swiglu_quack.py. The backward epilogue also multiplies by a row's weight, and sums that weight's gradient in float32.
 
-Differs from models/experts.py: there the weight multiplies what enters `down`, here what leaves it, as a token's rows
-are summed. Both are the same function of tokens, weights and matrices, so all gradients are the same; what enters the
-gradient of `down` is still the activation by its weight.
+Differs from models/experts.py: there the weight multiplies the input of `down`, here its output, when a token's rows
+are summed. Both are the same function of tokens, weights and matrices, so all gradients are equal; the gradient of
+`down` still uses the activation times its weight.
 
-bfloat16 or float16 on capability 9.0. No number of rows is read on the host. Saves tokens (S, D), gate and up
-(S k, 2 F), and places and weights of rows; nothing else of the size of rows.
-Source: https://github.com/Dao-AILab/quack (gemm_interface.py: products of rows of variable count, and of summed rows).
-Legend: S tokens, k experts of a token, N experts, D width, F width of an expert.
+bfloat16 or float16 on capability 9.0. The host does not read the number of rows. Saves tokens (S, D), gate and up (S k,
+2 F), and places and weights of rows; nothing else of this size.
+Source: https://github.com/Dao-AILab/quack (gemm_interface.py: matmuls with variable row counts, and over summed rows).
+Legend: S tokens, k experts per token, N experts, D width, F width of an expert.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ WIDE = 4096  # as in swiglu_quack.py
 
 @cache
 def _tile(columns: int = 192) -> Any:
-    """Return 128 rows and these columns, of two groups of warps in turn, so that one multiplies while one writes.
+    """Return a tile of 128 rows and these columns, for two alternating warp groups: one multiplies while one writes.
 
-    One object for all calls, because QuACK's cache compares it by identity. Products that read rows by number allow no
+    One object for all calls, because QuACK's cache compares by identity. Matmuls that read rows by index allow no
     cluster along the columns.
     """
     from quack.gemm_config import GemmConfig
@@ -48,15 +48,15 @@ def _tile(columns: int = 192) -> Any:
 
 
 def _bounds(ends: Tensor) -> Tensor:
-    return F.pad(ends, (1, 0))  # where each group begins, and where the last ends
+    return F.pad(ends, (1, 0))  # the start of each group, and the last end
 
 
-# --- products of groups of rows
+# --- matmuls of groups of rows
 
 
 @torch.library.custom_op("optrush::grouped_quack", mutates_args=())
 def grouped_quack(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x (rows, C) in groups, weight (N, C, R), ends (N,) int32 of the groups -> (rows, R)."""
+    """Multiply x (rows, C) in groups by weight (N, C, R), with the groups' ends (N,) int32 -> (rows, R)."""
     from quack.gemm_interface import gemm_tuned
 
     out = x.new_empty(x.shape[0], weight.shape[2])
@@ -76,7 +76,7 @@ def sum_of_groups(a: Tensor, b: Tensor, ends: Tensor, numbers: Tensor | None, tr
     """Sum a^T b over each group: a (rows, P), b (rows, Q), ends (N,) int32 -> (N, P, Q), or (N, Q, P) if transposed.
 
     Args:
-        numbers: (rows,) int32 of a's rows, if a has others or in another order.
+        numbers: (rows,) int32 row indices of a, if a has other rows or another order.
     """
     from quack.gemm_interface import gemm_tuned
 
@@ -97,13 +97,13 @@ def _(a: Tensor, b: Tensor, ends: Tensor, numbers: Tensor | None, transposed: bo
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, ends = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)  # a frozen weight reads no input
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)  # not needed for a frozen weight
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, ends = ctx.saved_tensors
     d_x = grouped_quack(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None
-    # As rows of outputs, which is how the parameter behind the transposed weight lies.
+    # As rows of outputs: the memory layout of the parameter behind the transposed weight.
     d_weight = sum_of_groups(grad, x, ends, None, False).mT if ctx.needs_input_grad[1] else None
     return d_x, d_weight, None
 
@@ -111,7 +111,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 grouped_quack.register_autograd(_gradients, setup_context=_keep)
 
 
-# --- operators of a layer, without gradients of their own
+# --- operators of a layer, without autograd
 
 
 @torch.library.custom_op("optrush::experts_gated", mutates_args=())
@@ -136,7 +136,7 @@ def _(x: Tensor, gate_up: Tensor, numbers: Tensor, ends: Tensor) -> tuple[Tensor
 def gated_rows_backward(
     grad: Tensor, down: Tensor, pairs: Tensor, weight: Tensor, numbers: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Differentiate activation, down product and weights, of the gradient of tokens' sums.
+    """Differentiate activation, down matmul and weights, given the gradient of the tokens' sums.
 
     Args:
         grad: (S, D), read by `numbers` (rows,) int32.
@@ -145,7 +145,7 @@ def gated_rows_backward(
         weight: float32 (rows,).
 
     Returns:
-        gradients of gate and up (rows, 2 F); the activation by its weight (rows, F); gradients of weights (rows,).
+        gradients of gate and up (rows, 2 F); activation times weight (rows, F); gradients of weights (rows,).
     """
     from quack.gemm_interface import gemm_dgated
 
@@ -184,12 +184,12 @@ def _(y: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def feed_quack(experts: Experts, x: Tensor, weights: Tensor, places: Places) -> Tensor:
-    """Implement `Feed` for plain matrices that are all here, and the activation silu(gate) * up."""
-    # Cast outside the Function, in autograd's graph: activation offloading recognizes a parameter's copy by it.
+    """Implement `Feed` for plain matrices, all of them on this rank, and the activation silu(gate) * up."""
+    # Cast outside the Function, in autograd's graph: activation offloading uses it to recognize a parameter's copy.
     matrices = (experts.piece(experts.get_parameter(kind)).to(x.dtype) for kind in ("gate_up", "down"))
     numbers = (places.order // weights.shape[1]).int()
-    found = (numbers, places.order, places.inverse, places.ends)
-    out: Tensor = _Layer.apply(x, weights, *matrices, *found)  # type: ignore[no-untyped-call]
+    rows = (numbers, places.order, places.inverse, places.ends)
+    out: Tensor = _Layer.apply(x, weights, *matrices, *rows)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -1,18 +1,18 @@
-"""Linear layer with its three products in 8-bit floats: inputs and weight e4m3 (4 exponent bits), gradients e5m2.
+"""Linear layer with its three matmuls in 8-bit floats: inputs and weight e4m3 (4 exponent bits), gradients e5m2.
 
     y  = x @ w.T      dx = g @ w      dw = g.T @ x        x (M, K), w (N, K), g and y (M, N)
 
-Each operand is scaled by one factor, the largest value of its type over the operand's own largest (dynamic, per
-tensor), rounded to 8 bits, multiplied with float32 sums, and the result scaled back before it is rounded to the type
-of the products. A value that is not finite makes the factor NaN or 0, and with it every result NaN, which the update's
-check for finite gradients detects.
+Each operand is scaled by one factor, the largest value of its type over the operand's largest value (dynamic, per
+tensor), and rounded to 8 bits. The matmul sums in float32; its result is scaled back and rounded to the compute type. A
+non-finite value makes the factor NaN or 0, and so every result NaN: the update's check for finite gradients detects
+this.
 
-On CUDA the products are torch._scaled_mm, whose second operand is column-major: a row-major one is copied while it is
+On CUDA the matmuls are torch._scaled_mm, whose second operand is column-major: a row-major one is copied while it is
 rounded. On a CPU the rounded operands are multiplied in float32: equal results, no faster. The backward pass saves x in
 8 bits; the weight, which exists anyway, is rounded again.
 
 Source: Micikevicius et al., https://arxiv.org/abs/2209.05433
-Differs from the source: factors of this very tensor, not of its history.
+Differs from the source: factors from the current tensor, not from its history.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch import Tensor
 from optrush.kernels import compute_dtype
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-TINY = 1e-30  # an operand of zeros has a factor too, and a finite one
+TINY = 1e-30  # keeps the factor of an all-zero operand finite
 
 
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute torch.nn.functional.linear of x (..., K), weight (N, K), bias (N,) or None, with products in 8 bits.
+    """Compute torch.nn.functional.linear of x (..., K), weight (N, K), bias (N,) or None, with 8-bit matmuls.
 
-    The result (..., N) has the type of the products; under autocast x and weight are cast first. The bias is added in
-    that type.
+    The result (..., N) has the compute type; under autocast x and weight are cast first. The bias is added in that
+    type.
     """
     dtype = compute_dtype(x)
     flat = x.reshape(-1, x.shape[-1]).to(dtype)
@@ -46,7 +46,7 @@ def rounded(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return t scaled and rounded to 8 bits, and the () float32 factor that scales it back."""
     most = torch.finfo(dtype).max
     factor = most / t.abs().amax().float().clamp_min(TINY)
-    # Clamped, because the product may round above the largest value, which is NaN in e4m3; a NaN stays NaN.
+    # Clamped, because a scaled value may round above the largest value, which is NaN in e4m3; a NaN stays NaN.
     return (t.float() * factor).clamp(-most, most).to(dtype), factor.reciprocal()
 
 
@@ -54,16 +54,16 @@ def multiply(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, into: torch.dtype
     """Compute (M, K) @ (K, N) -> (M, N): a row-major, b column-major, both in 8 bits.
 
     Args:
-        of_a, of_b: () float32 factors, which multiply the sums. Each a tensor of its own: torch 2.11 cannot compile
-            the product with factors that are views of one.
-        quick: Hopper's faster sums of fewer bits, as good as the others for a forward pass.
+        of_a, of_b: () float32 factors of the sums. Two separate tensors: torch 2.11 cannot compile the matmul with
+        factors that are views of one tensor.
+        quick: Hopper's faster accumulation with fewer bits, good enough for a forward pass.
     """
     if a.is_cuda:
         y: Tensor = torch._scaled_mm(a, b, of_a, of_b, out_dtype=into, use_fast_accum=quick)
         return y
-    with torch.autocast("cpu", enabled=False):  # which would multiply values up to 448 in its own type
+    with torch.autocast("cpu", enabled=False):  # autocast would multiply values up to 448 in a narrower type
         y = (a.float() @ b.float()) * (of_a * of_b)
-    # Not cast to the type it has: compiled by torch 2.11, a Function that returns such a cast has gradients of zero.
+    # No cast to its own type: compiled by torch 2.11, a Function that returns such a cast has gradients of zero.
     return y if into == y.dtype else y.to(into)
 
 
@@ -90,5 +90,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _columns(t: Tensor) -> Tensor:
-    """Return the same values, column-major."""
+    """Return t in column-major layout."""
     return t.t().contiguous().t()

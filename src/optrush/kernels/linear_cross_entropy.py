@@ -1,22 +1,21 @@
-"""Linear layer and cross-entropy without logits in memory: exponentials from a product's epilogue (QuACK), bf16.
+"""Linear layer and cross-entropy without logits in memory: exponentials from a matmul's epilogue (QuACK), bf16.
 
-A row's exponents are relative to the logit of its own label, which one small kernel computes first. So the product's
-epilogue can write E = 2^((z - z_label) log2 e - SHIFT), V values a row in bf16, and their sums S in float32, without a
-maximum and without other tiles. Then the softmax is E / S and the loss ln S + SHIFT ln 2. With E_label - S in its
-label's place, E / S is the gradient of the logits, and 1 / S is a factor of rows, applied to narrow matrices:
-dX = (E W) / S, dW = E^T (X / S). E is computed once and multiplied twice: by cuBLAS, but dW by QuACK where it is
-written once in its own type.
+A row's exponents are relative to its label's logit, which one small kernel computes first. So the matmul's epilogue can
+write E = 2^((z - z_label) log2 e - SHIFT), V values per row in bf16, and their sums S in float32, without a maximum and
+without other tiles. Then the softmax is E / S and the loss ln S + SHIFT ln 2. With E_label - S at the label, E / S is
+the gradient of the logits; 1 / S scales rows, and is applied to narrow matrices: dX = (E W) / S, dW = E^T (X / S). E is
+computed once and multiplied twice: by cuBLAS, except that QuACK computes a dW that is written once in its final type.
 
-Where all rows fit into one chunk, both gradients are computed in the backward pass, where the incoming factor is
-available: the weight's gradient is written once, in its own type. Otherwise the chunks' gradients are computed in the
-forward pass, the weight's summed in float32, and multiplied by the factor in the backward pass.
+If all rows fit into one chunk, both gradients are computed in the backward pass, where the incoming factor is
+available: the weight's gradient is written once, in its final type. Otherwise the forward pass computes the chunks'
+gradients, sums the weight's in float32, and the backward pass multiplies them by the factor.
 
-bf16 represents 2^-126 to 2^127, so a loss is right up to 132 nats, and its gradients up to about 110, where X / S times
-the incoming factor underflows; a larger loss is infinite, which is detected. Exponentials 43 nats below the label's
-logit lose digits and become 0. A loss near 0 is right to the rounding of the logit, so it may be slightly negative.
+bf16 represents 2^-126 to 2^127, so a loss is correct up to 132 nats, and its gradients up to about 110, where X / S
+times the incoming factor underflows; a larger loss is infinite, which is detected. Exponentials 43 nats below the
+label's logit lose digits and become 0. A loss near 0 has the logit's rounding error, and may be negative.
 
-Source: an epilogue for QuACK's products (https://github.com/Dao-AILab/quack, epilogue/frontend.py), whose own loss has
-exponents relative to maxima of tiles, and so needs products that scale E while reading it.
+Source: an epilogue for QuACK's matmuls (https://github.com/Dao-AILab/quack, epilogue/frontend.py); QuACK's loss has
+    exponents relative to tile maxima, and so needs matmuls that scale E while reading it.
 
 Legend: N rows (tokens), D width, V vocabulary.
 """
@@ -34,17 +33,17 @@ from optrush.data.batch import IGNORE
 from optrush.kernels import compute_dtype
 from optrush.kernels.lora_matmul import matmul_to_dtype
 
-SHIFT = 64.0  # binary places by which exponents are moved down: a label's own is 2^-64
+SHIFT = 64.0  # subtracted from all exponents: the label's exponential is 2^-64
 LOG2E = math.log2(math.e)
-TILE_ROWS = 128  # rows of a tile
+TILE_ROWS = 128  # rows per tile
 
 
 def quack(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """hidden (N, D), weight (V, D), labels (N,) int64 -> () float32, the sum over labels that are not -100.
+    """Return the () float32 sum of losses for hidden (N, D), weight (V, D), labels (N,) int64; -100 is ignored.
 
-    Other labels are from 0 to V - 1, which is not checked. bfloat16 (autocast's too) on capability 9.0; V and
-    chunk multiples of 128. No bias, scale or softcap. Allocates (chunk, V) bfloat16. One backward
-    only; without `torch.is_grad_enabled` no gradient is computed.
+    Other labels must be from 0 to V - 1, which is not checked. bfloat16 (or autocast to it) on capability 9.0; V and
+    chunk multiples of 128. No bias, scale or softcap. Allocates (chunk, V) bfloat16. One backward only; gradients are
+    computed only if `torch.is_grad_enabled()`.
     """
     learns = torch.is_grad_enabled()  # inside a Function it is off
     total: Tensor = _Loss.apply(hidden, weight, labels.contiguous(), chunk, learns)  # type: ignore[no-untyped-call]
@@ -57,11 +56,11 @@ class _Loss(torch.autograd.Function):
         kind, N = hidden.device.type, len(hidden)
         h_needs, w_needs = (learns and needs for needs in ctx.needs_input_grad[:2])
         dtype = compute_dtype(hidden)
-        h, w = hidden.to(dtype).contiguous(), weight.to(dtype)  # loads need rows that begin at 16 bytes
+        h, w = hidden.to(dtype).contiguous(), weight.to(dtype)  # loads need rows aligned to 16 bytes
         size = rows_per_chunk(N, chunk)
         e = h.new_empty(min(N, size), len(w))
         losses, inverse = (torch.empty(N, dtype=torch.float32, device=h.device) for _ in range(2))
-        dh, dw, one = torch.empty_like(h) if h_needs and size < N else None, None, losses.new_ones(())
+        dh, dw, ones = torch.empty_like(h) if h_needs and size < N else None, None, losses.new_ones(())
         with torch.autocast(kind, enabled=False):
             for first in range(0, N, size):
                 rows = slice(first, first + size)
@@ -73,7 +72,7 @@ class _Loss(torch.autograd.Function):
                 if dh is not None:
                     torch.mm(part, w, out=dh[rows])
                 if w_needs:
-                    dw = _add(dw, part.t(), scale_rows(x, inverse[rows], one, torch.empty_like(x)))
+                    dw = _add(dw, part.t(), scale_rows(x, inverse[rows], ones, torch.empty_like(x)))
         ctx.types, ctx.needs = (hidden.dtype, weight.dtype), (h_needs, w_needs)
         if size < N:
             ctx.buffers = inverse, dh, dw
@@ -107,7 +106,7 @@ class _Loss(torch.autograd.Function):
 
 
 def rows_per_chunk(N: int, chunk: int) -> int:
-    """Return the rows of a chunk: up to `chunk`, a multiple of 128, evenly distributed; N if they fit into one."""
+    """Return the rows per chunk: up to `chunk`, a multiple of 128, evenly distributed; N if they fit into one chunk."""
     if chunk >= N:
         return max(N, 1)
     chunks = -(-N // chunk)
@@ -115,7 +114,7 @@ def rows_per_chunk(N: int, chunk: int) -> int:
 
 
 def _add(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Add a @ b to total (M, K) float32, in place, or to None. The sums of tensor cores are not rounded."""
+    """Add a @ b to total (M, K) float32 in place; None: return the product. Tensor core sums are not rounded."""
     if total is None:
         return matmul_to_dtype(a, b, torch.float32)
     if a.dtype == torch.float32 or not a.is_cuda:
@@ -127,7 +126,7 @@ def _add(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def label_offsets(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Return z_label log2 e + SHIFT, (n,) float32, infinite where ignored; x (n, D), weight (V, D), labels (n,)."""
+    """Return z_label log2 e + SHIFT, (n,) float32, infinite if ignored; x (n, D), weight (V, D), labels (n,)."""
     if x.is_cuda:
         from optrush.kernels.linear_cross_entropy_triton import launch_label_offsets
 
@@ -137,7 +136,7 @@ def label_offsets(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def exp_logits(x: Tensor, weight: Tensor, offset: Tensor, out: Tensor) -> Tensor:
-    """Write 2^(z log2 e - offset) into out (n, V); return unrounded float32 sums (n, any) of parts of its rows."""
+    """Write 2^(z log2 e - offset) into out (n, V); return unrounded float32 sums (n, any) over parts of the rows."""
     if x.is_cuda:
         from optrush.kernels import linear_cross_entropy_quack
 
@@ -148,7 +147,7 @@ def exp_logits(x: Tensor, weight: Tensor, offset: Tensor, out: Tensor) -> Tensor
 
 
 def finish_rows(e: Tensor, sums: Tensor, labels: Tensor, losses: Tensor, inverse: Tensor) -> None:
-    """Write losses (n,), 1 / S into inverse (n,), both 0 where ignored, and E_label - S in the label's place of e."""
+    """Write losses (n,), 1 / S into inverse (n,), both 0 if ignored, and E_label - S at the label's place of e."""
     if e.is_cuda:
         from optrush.kernels import linear_cross_entropy_triton
 
@@ -165,7 +164,7 @@ def finish_rows(e: Tensor, sums: Tensor, labels: Tensor, losses: Tensor, inverse
 
 
 def weight_gradient(e: Tensor, x: Tensor) -> Tensor:
-    """Compute e^T x (V, D) of e (n, V) and x (n, D), in their type."""
+    """Compute e^T x (V, D) from e (n, V) and x (n, D), in their type."""
     if e.is_cuda and len(e):
         from optrush.kernels import linear_cross_entropy_quack
 
@@ -174,7 +173,7 @@ def weight_gradient(e: Tensor, x: Tensor) -> Tensor:
 
 
 def scale_rows(x: Tensor, rows: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """Write x (n, D) * rows (n,) * factor () into out, which may be x; rounded once; 0 where `rows` is."""
+    """Write x (n, D) * rows (n,) * factor () into out, which may be x; rounded once; 0 where `rows` is 0."""
     if x.is_cuda:
         from optrush.kernels import linear_cross_entropy_triton
 
@@ -183,10 +182,10 @@ def scale_rows(x: Tensor, rows: Tensor, factor: Tensor, out: Tensor) -> Tensor:
 
 
 def scale_to_dtype(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute x * factor in `dtype`: the product in float32, rounded once. Where x has that type, x is overwritten.
+    """Compute x * factor in float32, rounded once to `dtype`. If x has that type, x is overwritten.
 
-    x: contiguous, of a floating type up to float32; factor: one float32, on x's device. torch's product is slower,
-    rounds the factor to the tensor's type, and needs a second pass for another type.
+    x: contiguous, of a floating type up to float32; factor: one float32, on x's device. torch's multiplication is
+        slower, rounds the factor to the tensor's type, and needs a second pass for another type.
     """
     if x.is_cuda:
         from optrush.kernels.linear_cross_entropy_triton import launch_scale

@@ -1,6 +1,6 @@
-"""QuACK products of linear_cross_entropy.py, the first with an epilogue that exponentiates. Imported on CUDA only.
+"""QuACK matmuls of linear_cross_entropy.py, the first with an exponentiating epilogue. Imported on CUDA only.
 
-QuACK identifies an epilogue by its module, so it has one of its own.
+QuACK identifies an epilogue by its module, so this one needs its own file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _exponents(acc, offset):
 def exp_logits_product(x: Tensor, weight: Tensor, offset: Tensor, out: Tensor) -> Tensor:
     """Implement `linear_cross_entropy.exp_logits`: two groups of warps, one multiplies while the other writes.
 
-    The columns of a tile, the fastest (docs/log), divide V: values behind a matrix's last column would be summed, too.
+    The tile's column count, the fastest (docs/log), must divide V: columns beyond V would enter the sums.
     """
     columns = 192 if len(weight) % 192 == 0 else 128
     sums = torch.empty(len(x), len(weight) // columns, dtype=torch.float32, device=x.device)
@@ -38,7 +38,7 @@ def exp_logits_product(x: Tensor, weight: Tensor, offset: Tensor, out: Tensor) -
 
 
 def transposed_product(e: Tensor, x: Tensor) -> Tensor:
-    """Implement `weight_gradient`. The kernel computes its transpose: 192 divides V better than D (docs/log)."""
+    """Implement `weight_gradient`. The kernel computes its transpose: tiles of 192 fit V better than D (docs/log)."""
     out = x.new_empty(e.shape[1], x.shape[1])
     gemm_tuned.fn(e.t(), x, out, config=_transposed(), dynamic_scheduler=True)
     return out
@@ -46,7 +46,7 @@ def transposed_product(e: Tensor, x: Tensor) -> Tensor:
 
 @cache
 def _transposed() -> GemmConfig:
-    """Return tiles of 256 (D) x 192 (V), whose pairs share reads of x; one object: QuACK compares by identity."""
+    """Return tiles of 256 (D) x 192 (V), paired to share reads of x; one object: QuACK compares by identity."""
     return GemmConfig(
         tile_m=256, tile_n=192, pingpong=False, cluster_m=1, cluster_n=2, swap_ab=True, is_dynamic_persistent=False,
         device_capacity=9,

@@ -1,4 +1,4 @@
-"""Triton kernels of linear_cross_entropy.py by rows, and of scale_to_dtype. Imported on CUDA only."""
+"""Triton kernels for rows of linear_cross_entropy.py, and for scale_to_dtype. Imported on CUDA only."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _offsets(x, weight, labels, out, D: tl.constexpr, LOG2E, SHIFT, IGNORE: tl.c
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, D, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        there = (at < D) & learnt
-        values = tl.load(x + row * D + at, mask=there, other=0.0).to(tl.float32)
-        total += values * tl.load(weight + label * D + at, mask=there, other=0.0).to(tl.float32)
+        mask = (at < D) & learnt
+        values = tl.load(x + row * D + at, mask=mask, other=0.0).to(tl.float32)
+        total += values * tl.load(weight + label * D + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row, tl.where(learnt, tl.sum(total) * LOG2E + SHIFT, float("inf")))
 
 
@@ -66,12 +66,12 @@ def launch_finish_rows(e: Tensor, sums: Tensor, labels: Tensor, losses: Tensor, 
 @triton.jit
 def _rows_scaled(x, rows, factor, out, D: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    of_row = tl.load(rows + row)
-    by = of_row * tl.load(factor)
+    row_factor = tl.load(rows + row)
+    by = row_factor * tl.load(factor)
     for start in range(0, D, BLOCK):
         at = start + tl.arange(0, BLOCK)
         values = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
-        tl.store(out + row * D + at, tl.where(of_row == 0.0, 0.0, values * by), mask=at < D)
+        tl.store(out + row * D + at, tl.where(row_factor == 0.0, 0.0, values * by), mask=at < D)
 
 
 def launch_scale_rows(x: Tensor, rows: Tensor, factor: Tensor, out: Tensor) -> Tensor:
@@ -82,13 +82,13 @@ def launch_scale_rows(x: Tensor, rows: Tensor, factor: Tensor, out: Tensor) -> T
     return out
 
 
-SCALE_BLOCK = 4096  # 16 elements a thread
+SCALE_BLOCK = 4096  # 16 elements per thread
 WARPS = 8
 
 
 @triton.jit
 def _scaled(x, factor, out, n, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK  # 32 bits end at 2 billion values
+    start = tl.program_id(0).to(tl.int64) * BLOCK  # 32 bits overflow at 2 billion values
     at = start + tl.arange(0, BLOCK)
     product = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32) * tl.load(factor)
     tl.store(out + at, product, mask=at < n)

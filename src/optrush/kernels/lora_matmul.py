@@ -1,11 +1,11 @@
 """Matmuls of a linear with a low-rank adapter, x W + (x A) U: padded matrices, and matmuls by cuBLAS or QuACK.
 
-Padding is rows and columns behind a matrix in the same storage: [W | U] is one matrix for a product if U is stored
-behind W, and so is [x | A x]. Writing U there costs U's bytes; without padding W is copied, once a product. Padding is
-scratch memory: each product writes its own matrix there.
+Padding is rows and columns behind a matrix in the same storage: if U is stored behind W, [W | U] is one matrix for a
+matmul, and so is [x | A x]. Writing U there costs U's bytes; without padding each matmul copies W. Padding is scratch
+memory: each matmul writes its matrix there.
 
-A padded matrix is a view whose rows are further apart than they are wide, and the only view of its storage. The latter
-cannot be detected, so the caller must pass `padded=True`.
+A padded matrix is a view whose row stride exceeds its width, and the only view of its storage. The latter cannot be
+detected, so the caller must pass `padded=True`.
 
 Source of the Hopper kernels: https://github.com/Dao-AILab/quack (gemm_interface.py, gemm).
 """
@@ -22,15 +22,15 @@ from optrush.hardware import TILE, tiles
 
 
 class Padding(NamedTuple):
-    """Which matrices of a linear with an adapter have padding.
+    """The padded matrices of a linear with an adapter.
 
-    x and grad have it only as our kernels return them: slicing them must reset these flags, because a part of a larger
-    tensor looks padded.
+    x and grad are padded only as returned by our kernels: slicing them must reset these flags, because a part of a
+    larger tensor looks padded.
     """
 
     weight: bool = False  # U right of a frozen weight, A below it
-    x: bool = False  # of the linear's input
-    grad: bool = False  # of the gradient of its output
+    x: bool = False  # the linear's input
+    grad: bool = False  # the gradient of its output
 
 
 def with_padding(weight: Tensor, rows: int, columns: int) -> Tensor:
@@ -47,7 +47,7 @@ def empty_padded(like: Tensor, *shape: int, columns: int, dtype: torch.dtype | N
 
 
 def copied_padded(t: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Cast t (..., D) to a type, or copy it with `columns` of padding."""
+    """Cast t (..., D) to a type; with `columns`, copy it with that padding."""
     dtype = dtype or t.dtype
     return empty_padded(t, *t.shape, columns=columns, dtype=dtype).copy_(t) if columns else t.to(dtype)
 
@@ -61,21 +61,21 @@ def concat_padded(wide: Tensor, narrow: Tensor, dim: int) -> Tensor:
 
 
 def concat_in_padding(weight: Tensor, narrow: Tensor | None, dim: int, padded: bool) -> Tensor:
-    """Concatenate in weight's padding if it is `padded`, else as `concat_padded`. Inside of custom operators only."""
+    """Concatenate in weight's padding if it is `padded`, else like `concat_padded`. Only inside custom operators."""
     if narrow is None or not narrow.shape[dim]:
         return weight
     assert narrow.shape[1 - dim] == weight.shape[1 - dim]
-    at, many = weight.shape[dim], tiles(narrow.shape[dim])
-    whole = _whole(weight) if padded else None
-    if whole is None or whole.shape[dim] < at + many:  # a copy of it, without padding, or a rank beyond it
+    at, size = weight.shape[dim], tiles(narrow.shape[dim])
+    storage = _whole(weight) if padded else None
+    if storage is None or storage.shape[dim] < at + size:  # a copy without padding, or a larger rank
         return concat_padded(weight, narrow, dim)
-    found = whole.narrow(1 - dim, 0, weight.shape[1 - dim]).narrow(dim, 0, at + many)
-    _fill(found.narrow(dim, at, many), narrow)
-    return found
+    both = storage.narrow(1 - dim, 0, weight.shape[1 - dim]).narrow(dim, 0, at + size)
+    _fill(both.narrow(dim, at, size), narrow)
+    return both
 
 
 def _fill(place: Tensor, narrow: Tensor) -> None:
-    """Write narrow (r, c) to the first corner of place (R, C), and zeros beyond it."""
+    """Write narrow (r, c) to the top left corner of place (R, C), and zeros elsewhere."""
     if place.is_cuda:
         from optrush.kernels.lora_matmul_triton import fill_padding
 
@@ -87,24 +87,24 @@ def _fill(place: Tensor, narrow: Tensor) -> None:
 
 def _whole(weight: Tensor) -> Tensor | None:
     """Return the full storage of a padded weight as a matrix, or None."""
-    pitch, one = weight.stride()
+    pitch, step = weight.stride()
     values = weight.untyped_storage().nbytes() // weight.element_size()
-    if one != 1 or pitch <= weight.shape[1] or weight.storage_offset() or values % pitch:
+    if step != 1 or pitch <= weight.shape[1] or weight.storage_offset() or values % pitch:
         return None
-    # Of its data, so that writing to the padding is no change of the weight, which the backward may have saved.
+    # Uses `.data`: writing to the padding must not count as changing the weight, which the backward may have saved.
     return weight.data.as_strided((values // pitch, pitch), (pitch, 1))
 
 
-# --- Products: by cuBLAS, or by QuACK's kernel on Hopper.
+# --- Matmuls by cuBLAS, or by QuACK's kernel on Hopper.
 #
-# Where the frozen weight is padded, W x + U A x is one product of [x | A x] by [W | U], rounded once. Otherwise U A x
-# is computed first and W x is added to it: the smaller term survives only if it is added before rounding. QuACK adds in
-# float32 and rounds once; by cuBLAS (addmm_ of 16 bits) a hundredth of a last place is lost, on an H200 at every shape
-# tried (docs/log).
+# If the frozen weight is padded, W x + U A x is one matmul of [x | A x] by [W | U], rounded once. Otherwise U A x is
+# computed first and W x is added to it: the smaller term survives only if it is added before rounding. QuACK adds in
+# float32 and rounds once; cuBLAS (addmm_ of 16 bits) loses a hundredth of a unit in the last place, on an
+# H200 at every shape tried (docs/log).
 
 
 MatmulBackend = Literal["cublas", "quack"]
-ALIGNED = 8  # values: QuACK's loads need rows that begin at 16 bytes
+ALIGNED = 8  # values: QuACK's loads need rows aligned to 16 bytes
 
 
 def low_rank(
@@ -113,10 +113,10 @@ def low_rank(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x (N, K), wide (K, M), first (K, r), second (r, M) -> x wide + (x first) second + bias (N, M), x first (N, r).
 
-    No gradient: for inside of a Function.
+    Without gradient: for use inside a Function.
 
     Args:
-        padded: wide, or its transpose, has padding for `second`: by QuACK, and without bias.
+        padded: wide, or its transpose, has padding for `second`; QuACK only, without bias.
         padded_x: x has padding for x first.
     """
     if not first.shape[1]:
@@ -155,7 +155,7 @@ def _(x: Tensor, wide: Tensor, first: Tensor, second: Tensor, padded_x: bool) ->
 
 @torch.library.custom_op("optrush::add_product", mutates_args={"y"})
 def add_product(y: Tensor, a: Tensor, b: Tensor, by: str) -> None:
-    """Compute y (N, M) += a (N, K) @ b (K, M), of 16 bits where by QuACK. No gradient: for inside of a Function.
+    """Compute y (N, M) += a (N, K) @ b (K, M), with QuACK in 16 bits. Without gradient: for use inside a Function.
 
     torch.addmm copies its first argument, and a compiler turns addmm_ into addmm.
     """
@@ -174,7 +174,7 @@ def _(y: Tensor, a: Tensor, b: Tensor, by: str) -> None:
 
 @torch.library.custom_op("optrush::plus_product", mutates_args=())
 def plus_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Compute x (N, M) + a (N, K) @ b (K, M), rounded once; by QuACK on a GPU. No gradient: for a Function."""
+    """Compute x (N, M) + a (N, K) @ b (K, M), rounded once; on a GPU by QuACK. Without gradient: for a Function."""
     if not x.is_cuda or not len(x):
         return torch.addmm(x, a, b)
     from quack.gemm_interface import gemm_tuned
@@ -198,11 +198,11 @@ def matmul_to_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("optrush::gradients", mutates_args=())
 def low_rank_gradients(grad: Tensor, weight: Tensor, u: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """Of y = x W^T + (x A^T) U^T with W (M, D), U (M, r), A (r, D): grad (N, M) -> d_x (N, D), d_z = grad U (N, r).
+    """Return d_x (N, D) and d_z = grad U (N, r) of y = x W^T + (x A^T) U^T; grad (N, M), W (M, D), U (M, r), A (r, D).
 
-    W is padded. grad is read once: d_z is further columns of the product with W, and free if they fit in the last tile,
-    of 192 columns. d_x is rounded before d_z A is added to it, and after: a much smaller term is lost, which is
-    acceptable for a gradient. By QuACK; no gradient: for inside of a Function.
+    W is padded. grad is read once: d_z is extra columns of the matmul with W, free if they fit in its last tile of 192
+    columns. d_x is rounded before and after d_z A is added: a much smaller term is lost, which is acceptable for a
+    gradient. By QuACK; without gradient: for use inside a Function.
     """
     if not grad.is_cuda or not len(grad):
         d_z = grad @ u
@@ -210,10 +210,10 @@ def low_rank_gradients(grad: Tensor, weight: Tensor, u: Tensor, a: Tensor) -> tu
     from quack.gemm_interface import gemm_tuned
 
     width, rank = weight.shape[1], u.shape[1]
-    whole = concat_in_padding(weight, u, 1, padded=True)  # (M, D + r, up to whole tiles)
-    both, d_x = grad.new_empty(len(grad), whole.shape[1]), grad.new_empty(len(grad), width)
-    gemm_tuned.fn(_loaded(grad), whole, both, config=_tile(), dynamic_scheduler=True)
-    small = torch.nn.functional.pad(a, (0, 0, 0, whole.shape[1] - width - rank))
+    joined = concat_in_padding(weight, u, 1, padded=True)  # (M, D + r, padded to full tiles)
+    both, d_x = grad.new_empty(len(grad), joined.shape[1]), grad.new_empty(len(grad), width)
+    gemm_tuned.fn(_loaded(grad), joined, both, config=_tile(), dynamic_scheduler=True)
+    small = torch.nn.functional.pad(a, (0, 0, 0, joined.shape[1] - width - rank))
     gemm_tuned.fn(both[:, width:], small, d_x, both[:, :width], config=_tile(), dynamic_scheduler=True)
     return d_x, both[:, width : width + rank].contiguous()
 
@@ -231,7 +231,7 @@ def _loaded(t: Tensor) -> Tensor:
 
 @cache
 def _tile() -> Any:
-    """Return 256 x 192 tiles, scheduled dynamically; one object, because QuACK's cache compares it by identity."""
+    """Return 256 x 192 tiles, scheduled dynamically; one object, because QuACK's cache compares by identity."""
     from quack.gemm_config import GemmConfig
 
     return GemmConfig(

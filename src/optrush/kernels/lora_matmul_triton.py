@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-VALUES, WIDEST, WARPS = 2048, 512, 4  # of a program's tile
+VALUES, WIDEST, WARPS = 2048, 512, 4  # per program's tile
 
 
 def fill_padding(place: Tensor, narrow: Tensor) -> None:
-    """Write narrow (r, c) to the first corner of place (R, C), with contiguous rows, and zeros beyond it."""
+    """Write narrow (r, c) to the top left corner of place (R, C), with contiguous rows, and zeros elsewhere."""
     (R, C), (r, c) = place.shape, narrow.shape
     assert place.stride(1) == 1 and r <= R and c <= C
     columns = min(WIDEST, triton.next_power_of_2(C))

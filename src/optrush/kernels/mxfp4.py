@@ -1,14 +1,14 @@
 """4-bit floats with a shared power of two, as in published checkpoints: dequantization in plain torch.
 
-    codes    uint8 (rows, width / 2)     two values a byte, the first in the low four bits: a sign, two bits of an
-                                         exponent, one of a mantissa (e2m1)
-    scales   uint8 (rows, width / 32)    e: the 32 values of a block are times 2^(e - 127)
+    codes    uint8 (rows, width / 2)     two values per byte, the first in the low four bits: one sign bit, two
+                                         exponent bits, one mantissa bit (e2m1)
+    scales   uint8 (rows, width / 32)    e: the block's 32 values are multiplied by 2^(e - 127)
 
-So 4 + 8 / 32 = 4.25 bits a value. Every value has two significant bits: bfloat16 holds it exactly.
-dequantize_triton.py returns the same bits.
+So 4 + 8 / 32 = 4.25 bits per value. Every value has two significant bits: bfloat16 holds it exactly.
+dequantize_triton.py is bit-identical.
 
-Source: the OCP Microscaling Formats specification, version 1.0, section 5.3.3; the order of the two values in a byte is
-that of gpt-oss's files (https://github.com/openai/gpt-oss).
+Source: the OCP Microscaling Formats specification, version 1.0, section 5.3.3; the order of the two values in a byte
+    follows gpt-oss's files (https://github.com/openai/gpt-oss).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def table(device: torch.device) -> Tensor:
 
 
 def mxfp4_bytes(rows: int, width: int) -> dict[str, int]:
-    """Return the bytes of each part of a matrix whose rows are whole blocks."""
+    """Return the bytes of each part of a matrix with rows of full blocks."""
     return {"codes": rows * width // 2, "scales": rows * width // BLOCK}
 
 
 def dequantize_mxfp4(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Dequantize flat codes and scales, each perhaps longer than needed, into `out` of any floating type.
+    """Dequantize flat codes and scales, possibly longer than needed, into `out` of any floating type.
 
-    out: (rows, width), or (groups, rows of a group, width); contiguous rows of whole blocks.
+    out: (rows, width) or (groups, rows per group, width); contiguous rows of full blocks.
     """
     codes, scales = parts
     n = out.numel()

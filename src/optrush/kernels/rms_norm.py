@@ -1,13 +1,13 @@
 """RMSNorm with the addition before it: a branch's output is added to the residual stream, and the sum is normalized.
 
-    add_rms_norm        torch, one operator at a time: the reference, which a compiler fuses
+    add_rms_norm        torch, one operator at a time: the reference; a compiler fuses it
     fused_add_rms_norm  one kernel forward and one backward
 
-The backward kernel reads each value once: it computes the gradient of the input, adds the gradient that reaches the
-stream past the norm, and accumulates the weight's gradient. So the stream passes through the norm, `(x, h)` in and out,
-although the norm does not change it: its gradient is added where the norm's is computed.
+The backward kernel reads each value once: it computes the gradient of the input, adds the residual stream's gradient,
+and accumulates the weight's gradient. So the stream passes through the norm unchanged, `(x, h)` in and out: its
+gradient is added where the norm's gradient is computed.
 
-float32 inside, rounded to the stream's type before the weight as the model families do. Saves the sum and 1 / rms (N,).
+float32 inside, rounded to the stream's type before the weight, like the model families. Saves the sum and 1 / rms (N,).
 Source: Zhang and Sennrich 2019 (arXiv:1910.07467); one kernel each way as in Liger Kernel (arXiv:2410.10989).
 """
 
@@ -23,7 +23,7 @@ from optrush.kernels import compute_dtype, widen
 from optrush.kernels.lora_matmul import copied_padded, empty_padded
 
 Norm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
-"""(x (..., D), branch (..., D) or None, weight (D,), eps) -> x + branch (..., D), and that normalized (..., D)"""
+"""(x (..., D), branch (..., D) or None, weight (D,), eps) -> x + branch (..., D), and their norm (..., D)"""
 
 
 def unit(x: Tensor, eps: float) -> Tensor:
@@ -33,7 +33,7 @@ def unit(x: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Implement `Norm` by torch's operators."""
+    """Implement `Norm` with torch operators."""
     x = x if branch is None else x + branch
     return x, weight * unit(x, eps).to(x.dtype)
 
@@ -41,9 +41,9 @@ def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -
 def fused_add_rms_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, padding: int = 0, grad_padding: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Implement `Norm` by one kernel each way; under autocast the normalized output has autocast's type.
+    """Implement `Norm` with one kernel each way; under autocast the normalized output has autocast's type.
 
-    padding, grad_padding: columns of padding (lora_matmul.py) of the output, and of the branch's gradient.
+    padding, grad_padding: columns of padding (lora_matmul.py) for the output, and for the branch's gradient.
     """
     on = torch.is_autocast_enabled(x.device.type)
     dtype = compute_dtype(x) if on else torch.promote_types(x.dtype, weight.dtype)
@@ -57,8 +57,8 @@ def fused_add_rms_norm(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        x, weight, eps, dtype, padding = given
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        x, weight, eps, dtype, padding = inputs
         normed, scale = norm(x, weight, eps, dtype, padding)
         ctx.save_for_backward(x, weight, scale)
         return x.view_as(x), normed
@@ -71,8 +71,8 @@ class _Norm(torch.autograd.Function):
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        x, branch, weight, eps, dtype, padding, grad_padding = given
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        x, branch, weight, eps, dtype, padding, grad_padding = inputs
         total, normed, scale = add_norm(x, branch, weight, eps, dtype, padding)
         ctx.save_for_backward(total, weight, scale)
         ctx.types, ctx.grad_padding = (x.dtype, branch.dtype), grad_padding
@@ -89,7 +89,7 @@ class _AddNorm(torch.autograd.Function):
 
 @torch.library.custom_op("optrush::norm", mutates_args=())
 def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, padding: int = 0) -> tuple[Tensor, Tensor]:
-    """x (..., D), weight (D,) -> normalized (..., D) in a type, padded, and 1 / rms (N,) in float32 at least."""
+    """Return x (..., D) normalized with weight (D,), in `dtype` and padded, and 1 / rms (N,), at least float32."""
     if x.is_cuda:
         from optrush.kernels.rms_norm_triton import rms_norm_forward
 
@@ -109,7 +109,7 @@ def _(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, padding: int = 
 def add_norm(
     x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, padding: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, branch (..., D), weight (D,) -> their sum (..., D), and `norm` of it."""
+    """x, branch (..., D), weight (D,) -> their sum (..., D), and the sum's `norm`."""
     if x.is_cuda:
         from optrush.kernels.rms_norm_triton import rms_norm_forward
 
@@ -131,9 +131,9 @@ def _(
 def norm_backward(
     x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, needs_dw: bool, padding: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x (..., D), in its type and padded, and of the weight (D,), or (0,) where it is frozen.
+    """Compute the gradients of x (..., D), in its type and padded, and of the weight (D,); (0,) if it is frozen.
 
-    x, scale: input of the norm, 1 / rms (N,); past: gradient that reaches x past the norm; grad: that of the output.
+    x, scale: input of the norm, 1 / rms (N,); past: gradient of the residual stream; grad: gradient of the output.
     """
     if x.is_cuda:
         from optrush.kernels.rms_norm_triton import rms_norm_backward

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from optrush.kernels.lora_matmul import empty_padded
 
-TILE = 4096  # values a program processes together: whole rows, at least one
-BACKWARD = 2048  # likewise in the backward pass, which needs more registers: 8 values a thread
-EACH = 4  # programs a multiprocessor there: each sums the weight's gradient over its rows
+TILE = 4096  # values per tile of a program: full rows, at least one
+BACKWARD = 2048  # the same for the backward pass, which needs more registers: 8 values per thread
+EACH = 4  # programs per multiprocessor there: each sums the weight's gradient over its rows
 
 
 def rms_norm_forward(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, padding: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, branch (..., D) -> their sum (x itself without a branch), that normalized in a type, 1 / rms (N,) float32.
+    """x, branch (..., D) -> their sum (x itself without a branch), the sum's norm in `dtype`, 1 / rms (N,) float32.
 
-    padding: columns of padding of the normalized output.
+    padding: columns of padding for the normalized output.
     """
     assert x.dtype != torch.float64, "float32 inside"
     x = x.contiguous()
@@ -57,7 +57,7 @@ def rms_norm_backward(
 
 
 def _tile(D: int, values: int, each: int) -> tuple[int, int, int]:
-    """Return rows with `values` values in all, the power of two that fits one, and warps of `each` values a thread."""
+    """Return a tile's rows for `values` values, its width (a power of two), and warps for `each` values per thread."""
     width: int = triton.next_power_of_2(D)
     rows = max(1, values // width)
     return rows, width, min(32, max(4, rows * width // (32 * each)))
@@ -72,22 +72,22 @@ def _forward(
     x, branch, weight, total, normed, scale, N, D, pitch, eps,
     ADDS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """pitch: values from one row of the normalized output to the next."""
+    """pitch: row stride of the normalized output."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     at = row[:, None] * D + column[None, :]
-    there = (row < N)[:, None] & (column < D)[None, :]
-    a = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    mask = (row < N)[:, None] & (column < D)[None, :]
+    a = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
-        # Rounded first: the stream is normalized, and the backward pass reads the stream again.
-        rounded = (a + tl.load(branch + at, mask=there, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
-        tl.store(total + at, rounded, mask=there)
+        # Rounded first: the norm and the backward pass use the rounded stream.
+        rounded = (a + tl.load(branch + at, mask=mask, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=mask)
         a = rounded.to(tl.float32)
     s = tl.rsqrt(tl.sum(a * a, 1) / D + eps)
     tl.store(scale + row, s, mask=row < N)
     unit = (a * s[:, None]).to(total.dtype.element_ty).to(tl.float32)
     w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
-    tl.store(normed + row[:, None] * pitch + column[None, :], unit * w[None, :], mask=there)
+    tl.store(normed + row[:, None] * pitch + column[None, :], unit * w[None, :], mask=mask)
 
 
 @triton.jit
@@ -104,15 +104,15 @@ def _backward(
     while tile * ROWS < N:
         row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
         at = row[:, None] * D + column[None, :]
-        there = (row < N)[:, None] & inside[None, :]
+        mask = (row < N)[:, None] & inside[None, :]
         s = tl.load(scale + row, mask=row < N, other=0.0)[:, None]
-        unit = tl.load(x + at, mask=there, other=0.0).to(tl.float32) * s
-        d = tl.load(grad + at, mask=there, other=0.0).to(tl.float32)
-        through = tl.load(past + row[:, None] * past_pitch + column[None, :], mask=there, other=0.0).to(tl.float32)
+        unit = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * s
+        d = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+        through = tl.load(past + row[:, None] * past_pitch + column[None, :], mask=mask, other=0.0).to(tl.float32)
         inner = d * w[None, :]
         mean = tl.sum(inner * unit, 1) / D
         out = s * (inner - unit * mean[:, None]) + through
-        tl.store(dx + row[:, None] * dx_pitch + column[None, :], out, mask=there)
+        tl.store(dx + row[:, None] * dx_pitch + column[None, :], out, mask=mask)
         if LEARNS:
             gathered += d * unit.to(dx.dtype.element_ty).to(tl.float32)
         tile += tl.num_programs(0)

@@ -1,11 +1,11 @@
 """Rotary position embedding: split a block's query, key and value heads, and rotate queries and keys.
 
-    split_and_rotate        torch, one operator at a time: the reference, which a compiler fuses in part
+    split_and_rotate        torch, one operator at a time: the reference; a compiler fuses it in part
     fused_split_and_rotate  one kernel forward and one backward, which read and write every value once
-    split_and_rotate_pairs  the reference where neighbouring values of a head are rotated, as Llama 4 has it
-    split_and_scale         no rotation: queries are multiplied by a number a position
+    split_and_rotate_pairs  the reference for rotating neighbouring values of a head, as in Llama 4
+    split_and_scale         no rotation: queries are multiplied by a number per position
 
-The backward pass rotates the gradients back and joins them again: it saves cosines and sines, and nothing else.
+The backward pass rotates the gradients back and joins them: it saves only cosines and sines.
 float32 inside, one rounding at the end.
 Source: Su et al. 2021 (arXiv:2104.09864); one kernel each way as in Liger Kernel (arXiv:2410.10989).
 """
@@ -28,7 +28,7 @@ SplitAndRotate = Callable[[Tensor, Tensor, Tensor, HeadNorm | None, HeadNorm | N
 
 
 def split_and_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | None, k_norm: HeadNorm | None) -> Heads:
-    """Implement `SplitAndRotate` by torch's operators."""
+    """Implement `SplitAndRotate` with torch operators."""
     q, k, v = _split(qkv, q_norm, k_norm)
     return rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype), v
 
@@ -40,7 +40,7 @@ def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | None, 
 
 
 def _split(qkv: Tensor, q_norm: HeadNorm | None = None, k_norm: HeadNorm | None = None) -> Heads:
-    # What is kept for the backward pass is copied: views of it would keep all of qkv alive.
+    # Tensors saved for the backward pass are copied: views would keep all of qkv alive.
     q, k, v = qkv[:, :, :, :-2].flatten(2, 3), qkv[:, :, :, -2], qkv[:, :, :, -1].contiguous()
     if q_norm is None or k_norm is None:
         return q, k, v
@@ -59,14 +59,14 @@ def split_and_scale(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | No
     """Implement the signature of `SplitAndRotate` without a rotation.
 
     Args:
-        cos: (B, T, 1, 1), what queries are multiplied by.
+        cos: (B, T, 1, 1), the factor of the queries.
     """
     q, k, v = _split(qkv)
     return (q * cos).to(v.dtype), k.contiguous(), v
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbouring values of x (B, T, n, E), or the first ones; of cos and sin the first halves are read."""
+    """Rotate neighbouring values of x (B, T, n, E), or only the first; reads the first halves of cos and sin."""
     if (rotated := cos.shape[-1]) < x.shape[-1]:
         return torch.cat((_rotate_pairs(x[..., :rotated], cos, sin), x[..., rotated:]), -1)
     cos, sin = (t[..., : x.shape[-1] // 2] for t in (cos, sin))
@@ -77,9 +77,9 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def fused_split_and_rotate(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | None, k_norm: HeadNorm | None, *, grad_padding: int = 0
 ) -> Heads:
-    """Implement `SplitAndRotate` by one kernel each way, for heads without norms, which would come in between.
+    """Implement `SplitAndRotate` with one kernel each way, for heads without norms: a norm would come in between.
 
-    grad_padding: columns of padding (lora_matmul.py) of a token's gradient.
+    grad_padding: columns of padding (lora_matmul.py) for a token's gradient.
     """
     assert q_norm is None and k_norm is None
     heads: Heads = _Rotation.apply(qkv, cos, sin, grad_padding)  # type: ignore[no-untyped-call]
@@ -87,9 +87,9 @@ def fused_split_and_rotate(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, T, n, E) by its position; cos, sin (B, T, 1, E), of any type. Returns x's type.
+    """Rotate x (B, T, n, E) by position; cos, sin (B, T, 1, E), of any type. Returns x's type.
 
-    With fewer cosines than E only as many values of each head are rotated, the first ones.
+    With fewer cosines than E, only that many first values of each head are rotated.
     """
     if (rotated := cos.shape[-1]) < x.shape[-1]:
         return torch.cat((rotate(x[..., :rotated], cos, sin), x[..., rotated:]), -1)
@@ -135,7 +135,7 @@ def rotation_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tens
         from optrush.kernels.rope_triton import rope_backward
 
         return rope_backward(dq, dk, dv, cos, sin, _empty(dq, dk, padding))
-    # The transpose of a rotation: the halves of the sine swapped, with the other sign.
+    # The transpose of the rotation: the sine's halves swapped, with opposite sign.
     inverse = -sin.roll(sin.shape[-1] // 2, -1)
     dq, dk = rotate(widen(dq), cos, inverse), rotate(widen(dk), cos, inverse)
     B, T, K, E = dk.shape

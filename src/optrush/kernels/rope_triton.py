@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 1024  # values of a half head, over tokens, of a program: 8 a thread, 16 bytes in bf16
+TILE = 1024  # values per program, of half heads over tokens: 8 per thread, 16 bytes in bf16
 WARPS = 4
 
 
@@ -43,39 +43,39 @@ def _turn(
     K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     BACK: tl.constexpr
 ):  # fmt: skip
-    """Rotate one key/value head's group of TOKENS tokens, from qkv to q, k, v; or BACK from their gradients to its.
+    """Rotate one key/value head's group of TOKENS tokens, from qkv to q, k, v; or BACK, their gradients to qkv's.
 
-    Programs that run at the same time have the same tokens, so their cosines are read from memory once. The next head
-    is read before this one is written, because a compiler may not move a load over a store. pitch: values from one
-    token of qkv to the next.
+    Concurrent programs process the same tokens, so their cosines are read from memory once. The next head is read
+    before this one is written, because a compiler may not move a load over a store. pitch: stride between tokens of
+    qkv.
     """
     kv = tl.program_id(0) % K
     token = (tl.program_id(0) // K).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, WIDTH)
-    there = (token < N)[:, None] & (column < HALF)[None, :]
+    mask = (token < N)[:, None] & (column < HALF)[None, :]
     angle = token[:, None] * (2 * HALF) + column[None, :]
-    c1 = tl.load(cos + angle, mask=there, other=0.0).to(tl.float32)
-    c2 = tl.load(cos + angle + HALF, mask=there, other=0.0).to(tl.float32)
-    s1 = tl.load(sin + angle, mask=there, other=0.0).to(tl.float32)
-    s2 = tl.load(sin + angle + HALF, mask=there, other=0.0).to(tl.float32)
+    c1 = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
+    c2 = tl.load(cos + angle + HALF, mask=mask, other=0.0).to(tl.float32)
+    s1 = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32)
+    s2 = tl.load(sin + angle + HALF, mask=mask, other=0.0).to(tl.float32)
     if BACK:  # the transpose
         s1, s2 = -s2, -s1
     source, target = _places(qkv, q, k, v, token[:, None], column[None, :], pitch, kv, 0, K, GROUP, HALF, BACK)
-    first = tl.load(source, mask=there, other=0.0)
-    second = tl.load(source + HALF, mask=there, other=0.0)
+    first = tl.load(source, mask=mask, other=0.0)
+    second = tl.load(source + HALF, mask=mask, other=0.0)
     for head in tl.static_range(GROUP + 2):
         a, b, here = first, second, target
         if head < GROUP + 1:
             source, target = _places(
                 qkv, q, k, v, token[:, None], column[None, :], pitch, kv, head + 1, K, GROUP, HALF, BACK
             )
-            first = tl.load(source, mask=there, other=0.0)
-            second = tl.load(source + HALF, mask=there, other=0.0)
+            first = tl.load(source, mask=mask, other=0.0)
+            second = tl.load(source + HALF, mask=mask, other=0.0)
         if head <= GROUP:
             x, y = a.to(tl.float32), b.to(tl.float32)
             a, b = x * c1 - y * s1, y * c2 + x * s2
-        tl.store(here, a, mask=there)
-        tl.store(here + HALF, b, mask=there)
+        tl.store(here, a, mask=mask)
+        tl.store(here + HALF, b, mask=mask)
 
 
 @triton.jit
@@ -83,8 +83,8 @@ def _places(
     qkv, q, k, v, token, column, pitch, kv, head: tl.constexpr,
     K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr
 ):  # fmt: skip
-    """Return where the first half of a head of a group is read and where it is written."""
-    whole = qkv + token * pitch + (kv * (GROUP + 2) + head) * (2 * HALF) + column
+    """Return the addresses from which a group's head (first half) is read, and to which it is written."""
+    joint = qkv + token * pitch + (kv * (GROUP + 2) + head) * (2 * HALF) + column
     if head < GROUP:
         part = q + ((token * K + kv) * GROUP + head) * (2 * HALF) + column
     elif head == GROUP:
@@ -92,6 +92,6 @@ def _places(
     else:
         part = v + (token * K + kv) * (2 * HALF) + column
     if BACK:
-        return part, whole
+        return part, joint
     else:
-        return whole, part
+        return joint, part

@@ -1,14 +1,14 @@
 """Gated feed-forward, x + down(silu(gate) * up), saving only gate and up for the backward pass.
 
-Gate and up alternate along the last dimension (F, 2), as the decoder's rows do, so one load reads a pair.
+Gate and up alternate along the last dimension (F, 2), like the decoder's rows, so one load reads a pair.
 
     gated_mlp             plain torch: the reference
     mlp_fused_activation  one kernel forward, one backward
-    mlp_fused_down        the same, and the down product: the backward kernel recomputes the activation for the weight's
+    mlp_fused_down        also fuses the down matmul: the backward kernel recomputes the activation for the weight's
                           gradient, so it is not saved
 
-Source: the kernel's idea is of Liger Kernel (arXiv:2410.10989); recomputing the activation instead of saving it is
-Chen et al. (arXiv:1604.06174) applied to one operator. float32 inside, one rounding at the end.
+Source: the kernel follows Liger Kernel (arXiv:2410.10989); recomputing the activation instead of saving it is Chen et
+    al. (arXiv:1604.06174) applied to one operator. float32 inside, one rounding at the end.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from optrush.kernels import widen
 Mlp = Callable[[Tensor | None, Tensor, Any, Any], Tensor]
 """(the stream x (..., D), h normalized from it (..., D), gate_up, down) -> x + down(silu(gate) * up) (..., D)
 
-The stream is an argument because a product may add it while writing its result; None: it is not added."""
+The stream is an argument because a matmul may add it while writing its result; None: it is not added."""
 
 
 def gated_mlp(x: Tensor | None, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
-    """Implement `Mlp` by torch's operators, where gate_up(h) is (..., F, 2)."""
+    """Implement `Mlp` with torch operators; gate_up(h) is (..., F, 2)."""
     gate, up = _gate_and_up(gate_up(h))
     return _added(x, down(F.silu(gate) * up))
 
 
 def gelu_mlp(x: Tensor | None, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
-    """Implement `Mlp` with gelu's approximation by tanh in place of silu."""
+    """Implement `Mlp` with gelu, approximated by tanh, instead of silu."""
     gate, up = _gate_and_up(gate_up(h))
     return _added(x, down(F.gelu(gate, approximate="tanh") * up))
 
@@ -60,7 +60,7 @@ def mlp_fused_activation(x: Tensor | None, h: Tensor, gate_up: nn.Module, down: 
 
 
 def fused_activation(pairs: Tensor) -> Tensor:
-    """pairs (..., 2 F) -> silu(gate) * up (..., F), in one kernel each way, saving the pairs only."""
+    """pairs (..., 2 F) -> silu(gate) * up (..., F), in one kernel each way, saving only the pairs."""
     product: Tensor = _Gated.apply(pairs)  # type: ignore[no-untyped-call]
     return product
 
@@ -68,7 +68,7 @@ def fused_activation(pairs: Tensor) -> Tensor:
 def mlp_fused_down(x: Tensor | None, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """Implement `Mlp` for a `down` that is a plain matrix: its input is not saved."""
     pairs: Tensor = gate_up(h)
-    # Cast outside the Function, in autograd's graph: activation offloading recognizes a parameter's copy by it.
+    # Cast outside the Function, in autograd's graph: activation offloading uses it to recognize a parameter's copy.
     return _added(x, _Down.apply(pairs, down.weight.to(pairs.dtype)))  # type: ignore[no-untyped-call]
 
 
@@ -105,7 +105,7 @@ class _Down(torch.autograd.Function):
 
 @torch.library.custom_op("optrush::swiglu", mutates_args=())
 def swiglu(gate_up: Tensor) -> Tensor:
-    """gate_up (..., 2 F) contiguous -> (..., F), in its type."""
+    """gate_up (..., 2 F) contiguous -> silu(gate) * up (..., F), in its type."""
     if gate_up.is_cuda:
         from optrush.kernels.swiglu_triton import launch_swiglu_forward
 

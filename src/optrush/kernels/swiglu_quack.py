@@ -1,9 +1,9 @@
-"""Gated feed-forward with the activation in the products' epilogues, by QuACK; swiglu.py has the mathematics.
+"""Gated feed-forward with the activation in the matmuls' epilogues, by QuACK; swiglu.py has the mathematics.
 
-The product of gate and up also writes silu(gate) * up from its epilogue. In the backward pass the product of the
-activation's gradient reads gate and up in its epilogue, and writes their gradients and the recomputed activation: the
-activation's gradient is never written. QuACK requires gate and up in alternating columns, the order of our weight's
-rows. The last product adds the stream to its sum before rounding, where the stream has the products' type.
+The epilogue of the gate and up matmul also writes silu(gate) * up. In the backward pass the matmul for the activation's
+gradient reads gate and up in its epilogue, and writes their gradients and the recomputed activation; it does not write
+the activation's gradient. QuACK requires gate and up in alternating columns, the order of our weight's rows. The last
+matmul adds the stream before rounding, if the stream has the matmul's type.
 
 bfloat16 or float16 on capability 9.0. Saves the input, gate and up (N, 2 F).
 Source: https://github.com/Dao-AILab/quack (gemm_interface.py, gemm_gated and gemm_dgated).
@@ -25,9 +25,9 @@ from optrush.kernels.lora_matmul import concat_in_padding, empty_padded, matmul_
 def quack_mlp(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """Implement `swiglu.Mlp` for a `gate_up` and a `down` that are plain matrices."""
     dtype, weights = compute_dtype(h), (gate_up.weight, down.weight)
-    # Cast outside the Function, in autograd's graph: activation offloading recognizes a parameter's copy by it.
+    # Cast outside the Function, in autograd's graph: activation offloading uses it to recognize a parameter's copy.
     narrow = (t.to(dtype) for t in (h, *weights))
-    wide = weights if gate_up.weight.dtype != dtype else ()  # the compiler refuses a tensor given twice
+    wide = weights if gate_up.weight.dtype != dtype else ()  # the compiler rejects a tensor passed twice
     out: Tensor = _Mlp.apply(x, *narrow, *wide)  # type: ignore[no-untyped-call]
     return out
 
@@ -37,7 +37,7 @@ class _Mlp(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
         """Take x, h (..., D), gate_up (2 F, D), down (D, F) in the type of h, and the weights before the cast, if any.
 
-        Then the gradients go to those weights, without rounding to the type of h. Returns (..., D).
+        Gradients then go to the uncast weights, without rounding to the type of h. Returns (..., D).
         """
         x, h, gate_up, down, *wide = inputs
         pairs, product = gated_matmul(h.flatten(0, -2), gate_up)
@@ -61,15 +61,15 @@ class _Mlp(torch.autograd.Function):
             return incoming[0], d_h, *((None, None) if ctx.wide else ()), d_gate_up, d_down
 
 
-WIDE = 4096  # summed values of a product, from which larger tiles are faster
+WIDE = 4096  # summation length of a matmul from which larger tiles are faster
 
 
 @cache
 def _tile(rows: int, columns: int, *, turns: bool) -> Any:
-    """Return a kernel's tile configuration, one object for all calls, because QuACK's cache compares it by identity.
+    """Return a kernel's tile configuration, one object for all calls, because QuACK's cache compares by identity.
 
-    Two groups of warps take turns, so one multiplies while the other writes, and two neighbors in a column of tiles
-    share reads; or both multiply one tile, and neighbors in a row share reads.
+    turns: two groups of warps alternate, one multiplies while the other writes, and two neighbors in a column of tiles
+        share reads. Otherwise both multiply one tile, and neighbors in a row share reads.
     """
     from quack.gemm_config import GemmConfig
 
@@ -86,13 +86,13 @@ def gated_matmul(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[x (N, D) | z (N, r)] times [weight (2 F, D) | u (2 F, r)] -> gate and up (N, 2 F), silu(gate) * up (N, F).
 
-    padding: columns of padding of the latter. padded_x, padded: of x and of weight, whether they have padding.
+    padding: columns of padding for the latter. padded_x, padded: whether x and weight have padding.
     """
     from quack.gemm_interface import gemm_gated
 
-    # The epilogue writes half as many values again as its tile has. With turns and dynamic scheduling it overlaps with
-    # other tiles' products: at the 1B shape 5 % less time than with larger tiles. Where more is summed for each value
-    # larger tiles are faster: 0.3 % of an 8B step (docs/log).
+    # The epilogue writes 1.5 times its tile's values. With turns and dynamic scheduling it overlaps with other tiles'
+    # matmuls: 5 % less time at the 1B shape than with larger tiles. With longer sums, larger tiles are faster: 0.3 % of
+    # an 8B step (docs/log).
     config = _tile(256, 192, turns=False) if weight.shape[1] >= WIDE else _tile(128, 192, turns=True)
     pairs, product = gemm_gated(
         concat_in_padding(x, z, 1, padded_x), concat_in_padding(weight, u, 1, padded).t(), activation="swiglu",
@@ -120,9 +120,9 @@ def gated_matmul_backward(
     """grad (N, D), weight (D, F) over further rows `below`, gate and up (N, 2 F) -> gradients, activation (N, F)."""
     from quack.gemm_interface import gemm_dgated
 
-    # The epilogue moves five times as many values as its tile has. With turns and dynamic scheduling it overlaps with
-    # other tiles' products: a quarter less time at the 1B shape (docs/log). Where more is summed for each value a
-    # larger tile is faster: 4 % at the 8B shape.
+    # The epilogue moves five times its tile's values. With turns and dynamic scheduling it overlaps with other tiles'
+    # matmuls: a quarter less time at the 1B shape (docs/log). With longer sums, a larger tile is faster: 4 % at the 8B
+    # shape.
     config = _tile(128, 192 if weight.shape[0] >= WIDE else 128, turns=True)
     d_pairs, product = gemm_dgated(
         grad.contiguous(), concat_in_padding(weight, below, 0, padded), pairs, activation="swiglu", config=config,

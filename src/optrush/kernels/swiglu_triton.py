@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Pairs a program and its warps: the fastest of those tried on an H200 (docs/log).
+# Pairs per program and its warps: the fastest of those tried on an H200 (docs/log).
 FORWARD = {"BLOCK": 1024, "num_warps": 4}
 BACKWARD = {"BLOCK": 512, "num_warps": 2}
 
 
 def launch_swiglu_forward(gate_up: Tensor) -> Tensor:
-    """gate_up (..., 2 F) contiguous -> (..., F)."""
+    """gate_up (..., 2 F) contiguous -> silu(gate) * up (..., F)."""
     gate_up = gate_up.contiguous()
     out = torch.empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2), dtype=gate_up.dtype, device=gate_up.device)
     if n := out.numel():
@@ -22,7 +22,7 @@ def launch_swiglu_forward(gate_up: Tensor) -> Tensor:
 
 
 def launch_swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of gate_up (..., 2 F), the activation (..., F)) from gate_up and the activation's gradient."""
+    """Return gate_up's gradient (..., 2 F) and the activation (..., F), from gate_up and the activation's gradient."""
     gate_up, grad = gate_up.contiguous(), grad.contiguous()
     d_gate_up, out = torch.empty_like(gate_up), torch.empty_like(grad)
     if n := grad.numel():
@@ -32,7 +32,7 @@ def launch_swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tenso
 
 @triton.jit
 def _forward(gate_up, out, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # 32 bits end at 2 billion values
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # 32 bits overflow at 2 billion values
     pairs = at[:, None] * 2 + tl.arange(0, 2)[None, :]
     gate, up = tl.split(tl.load(gate_up + pairs, mask=(at < n)[:, None], other=0.0).to(tl.float32))
     tl.store(out + at, gate * tl.sigmoid(gate) * up, mask=at < n)

@@ -1,16 +1,16 @@
-"""Move saved activations to host memory during the forward pass, and back before their use.
+"""Offload saved activations to host memory during the forward pass, and prefetch them in the backward pass.
 
-Hooks of autograd receive each tensor that a block saves. Its storage is copied to pages of pinned memory as soon as the
-block has run, and freed on the device after the next block has run: if the copy is not complete by then, the device
-waits. When the backward pass of a block begins, the copy of the preceding block's storages back to the device starts.
-At any time two blocks are on the device, one in use and one in transfer.
+Autograd hooks receive each tensor that a block saves. Its storage is copied to pages of pinned memory as soon as the
+block has run, and freed on the device after the next block: if the copy is not complete by then, the device waits. When
+a block's backward pass begins, the preceding block's storages start to be copied to the device. At any time two blocks
+are on the device, one in use and one in transfer.
 
 Not moved: parameters and views or casts of them, the arguments that all blocks share (angles, masks), storages below
 `least` bytes, and the last `keep` blocks, which are needed first. A storage that is saved several times, or by several
 views, is moved once.
 
-Device memory is allocated and freed on the caller's stream only, which waits for the copy before it frees; a copy, on a
-stream of its own, waits for the caller's earlier work. The allocator can therefore reuse the memory at once
+Device memory is allocated and freed only on the caller's stream, which waits for the copy before it frees; a copy runs
+on its own stream and waits for the caller's earlier work. The allocator can therefore reuse the memory at once
 (`record_stream` would delay that until the host polls an event).
 """
 
@@ -40,15 +40,15 @@ Pair = tuple[Tensor, Tensor]  # to, from: bytes
 
 
 class Lane(Protocol):
-    """Copies in parallel with the computation, in order."""
+    """Ordered copies in parallel with the computation."""
 
     kind: str  # of the device
 
     def copy(self, pairs: Sequence[Pair]) -> Any:
-        """Start copies, after all work that the caller has started; return a mark for `wait`."""
+        """Start copies after all work that the caller has started; return a mark for `wait`."""
 
     def wait(self, mark: Any) -> None:
-        """Make the work that the caller starts from now on wait for these copies."""
+        """Make later work of the caller wait for these copies."""
 
     def page(self, size: int) -> Tensor:
         """Allocate (size,) uint8 of host memory."""
@@ -80,8 +80,8 @@ class Pages:
     """Host memory in equal pages, allocated once and reused in every step.
 
     Args:
-        size: bytes of a page.
-        take: called with the bytes that are allocated next; raises MemoryError if they are too many.
+        size: bytes per page.
+        take: called with the bytes of the next allocation; raises MemoryError if they are too many.
     """
 
     def __init__(self, lane: Lane, size: int, take: Callable[[int], None] = lambda size: None) -> None:
@@ -109,7 +109,7 @@ class BlockStore:
     def __init__(self, pages: Pages, before: BlockStore | None, shared: frozenset[int], moves: bool) -> None:
         self.pages, self.shared, self.moves = pages, shared, moves
         self.before = None if before is None else weakref.ref(before)
-        self.storages: dict[int, weakref.ref[SavedStorage]] = {}  # by storage, while the block runs
+        self.storages: dict[int, weakref.ref[SavedStorage]] = {}  # by storage address, while the block runs
         self.in_backward = False
         self._taken: list[Tensor] = []
         self._used = pages.size  # of the last page
@@ -134,13 +134,13 @@ class BlockStore:
 
 
 class SavedStorage:
-    """One storage that a block saved: on the device, on the host, or both."""
+    """A storage that a block saved: on the device, on the host, or both."""
 
     def __init__(self, store: BlockStore, t: Tensor) -> None:
         self.store, self.device_of = store, t.device
-        whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-        self.device: Tensor | None = whole  # (bytes,)
-        self.size = whole.numel()
+        content = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+        self.device: Tensor | None = content  # (bytes,)
+        self.size = content.numel()
         self.first, self.version = t.detach(), t._version
         self.host: list[Tensor] = []
 
@@ -159,14 +159,14 @@ class SavedStorage:
 
 
 class OnDevice(NamedTuple):
-    """What autograd stores for a tensor that stays on the device."""
+    """Autograd's stored form of a tensor that stays on the device."""
 
     store: BlockStore
     tensor: Tensor
 
 
 class Moved(NamedTuple):
-    """What autograd stores for a tensor that is moved: its storage, type, and arguments of `Tensor.set_`."""
+    """Autograd's stored form of a moved tensor: its storage, type, and arguments of `Tensor.set_`."""
 
     storage: SavedStorage
     dtype: torch.dtype
@@ -177,9 +177,9 @@ class Offload:
     """Offloads the saved tensors of `blocks` blocks, except the last `keep`.
 
     Args:
-        page: bytes of a page.
+        page: bytes per page.
         least: bytes of the smallest storage that is moved.
-        take: as `Pages` has it.
+        take: see `Pages`.
     """
 
     def __init__(
@@ -188,15 +188,15 @@ class Offload:
     ) -> None:  # fmt: skip
         self.lane, self.blocks, self.keep, self.least = lane, blocks, keep, least
         self.pages = Pages(lane, page, take)
-        self.moved_bytes = 0  # to the host, since the beginning
-        self._last: weakref.ref[BlockStore] | None = None  # of the block before
-        # Copies for which the caller's stream has not waited, with the device memory that they read or write.
+        self.moved_bytes = 0  # to the host, since the start
+        self._last: weakref.ref[BlockStore] | None = None  # of the previous block
+        # Copies for which the caller's stream has not yet waited, with the device memory that they read or write.
         self._leaving: tuple[Any, list[SavedStorage]] | None = None
         self._coming: dict[BlockStore, tuple[Any, list[Tensor]]] = {}
 
     @contextmanager
     def block(self, number: int, shared: Any) -> Iterator[None]:
-        """Offload within the forward pass of a block; `shared` are the arguments of all blocks except hidden states."""
+        """Offload within a block's forward pass; `shared`: the arguments of all blocks except hidden states."""
         if number == 0:
             self._settle()
         before = None if number == 0 or self._last is None else self._last()
@@ -210,7 +210,7 @@ class Offload:
 
     def _pack(self, store: BlockStore, t: Tensor) -> OnDevice | Moved:
         if not store.moves or not self._movable(store, t):
-            return OnDevice(store, t.detach())  # an output would refer to its own node
+            return OnDevice(store, t.detach())  # an output would refer to its own autograd node
         at = t.untyped_storage().data_ptr()
         saved_storage = store.storages[at]() if at in store.storages else None
         if saved_storage is None:
@@ -244,7 +244,7 @@ class Offload:
             self._leaving = None
 
     def _settle(self) -> None:
-        """Wait for copies that an exception left behind, before a new pass."""
+        """Wait for copies left by an exception, before a new pass."""
         self._forget()
         for mark, _ in self._coming.values():
             self.lane.wait(mark)
@@ -261,11 +261,11 @@ class Offload:
         if isinstance(saved, OnDevice):
             return saved.tensor
         assert saved.storage.device is not None
-        whole = torch.empty(0, dtype=saved.dtype, device=saved.storage.device_of)
-        return whole.set_(saved.storage.device.untyped_storage(), *saved.view)
+        view = torch.empty(0, dtype=saved.dtype, device=saved.storage.device_of)
+        return view.set_(saved.storage.device.untyped_storage(), *saved.view)
 
     def _fetch(self, store: BlockStore) -> None:
-        """Start the copies of storages that are on the host only."""
+        """Start copying storages that are only on the host."""
         storages = [p for p in store.alive() if p.device is None]
         if storages:
             mark = self.lane.copy([pair for p in storages for pair in p.to_device()])
@@ -292,7 +292,7 @@ def _storages(value: Any) -> Iterator[int]:
         if value.layout is torch.strided:
             yield value.untyped_storage().data_ptr()
     elif isinstance(value, list | tuple):
-        yield from (s for each in value for s in _storages(each))
+        yield from (s for item in value for s in _storages(item))
     elif isinstance(value, dict):
         yield from _storages(list(value.values()))
     elif dataclasses.is_dataclass(value):

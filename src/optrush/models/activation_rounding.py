@@ -1,18 +1,18 @@
 """Store activations saved for the backward pass in 8 bits.
 
-A saved tensor becomes int8 codes and a float32 scale for each 256 of its values (kernels/int8.py), and is freed as soon
-as the forward pass has no use for it. The backward pass makes it again, in its type, for each operator that reads it.
-The forward pass computes with the exact values, so the loss does not change.
+A saved tensor becomes int8 codes and one float32 scale per 256 values (kernels/int8.py), and is freed as soon as the
+forward pass no longer needs it. The backward pass restores it, in its type, for each operator that reads it. The
+forward pass computes with the exact values, so the loss does not change.
 
-What stays as it is, because the backward pass would be wrong or nothing gained:
+Not rounded, because the backward pass would be wrong or nothing would be gained:
 
-    parameters, their views, their casts, and what adapters make of them
-    what all blocks are given (angles, documents), integers, masks, floats of 8 bits
-    everything that attention saves: its statistics belong to these very queries, keys and outputs
-    one value a token or head (statistics of norms), and what is small
+    parameters, their views and casts, and activations computed from adapters' parameters
+    arguments of all blocks (angles, documents), integers, masks, 8-bit floats
+    every tensor saved by attention: its statistics belong to exactly these queries, keys and outputs
+    tensors with one value per token or head (statistics of norms), and small tensors
 
 Source: Chakrabarti and Moseley, https://arxiv.org/abs/1901.07988; Chen et al., ActNN, https://arxiv.org/abs/2104.14129.
-Differs from the sources: rounded to the nearest, which in 8 bits is no more than 0.4 % of a block's largest value.
+Differs from the sources: rounded to nearest; in 8 bits the error is at most 0.4 % of a block's largest value.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from optrush.kernels.int8 import dequantize_blocks, quantize_blocks
 from optrush.models.activation_offload import of_parameter
 
-SMALL = 4096  # values of a tensor, below which it stays
+SMALL = 4096  # tensors with fewer values are not rounded
 ROUNDED = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A saved tensor as codes (n,) and scales of its values in order; its strides are forgotten."""
+    """A saved tensor as codes (n,) and scales of its values in order; its strides are not kept."""
 
     codes: Tensor
     scales: Tensor
@@ -59,12 +59,12 @@ class Rounded:
 class _Pass:
     """The tensors saved so far by one forward pass through one block."""
 
-    def __init__(self, block: nn.Module, tokens: frozenset[int], given: list[Tensor], low: frozenset[int]) -> None:
+    def __init__(self, block: nn.Module, tokens: frozenset[int], exact: list[Tensor], low: frozenset[int]) -> None:
         self.block, self.tokens, self.low = block, tokens, low
         self._kept: dict[int, weakref.ref[Any]] = {}  # storages that stay, by address
         self._rounded: dict[tuple[Any, ...], tuple[weakref.ref[Any], Rounded]] = {}
         self._weights: set[int] | None = None
-        for t in given:
+        for t in exact:
             self.keep(t)
 
     def keep(self, t: Tensor) -> None:
@@ -73,12 +73,12 @@ class _Pass:
         self._kept[storage._cdata] = weakref.ref(storage)
 
     def save(self, t: Tensor) -> Tensor | Rounded:
-        """Return what autograd stores for a tensor."""
+        """Return autograd's stored form of a tensor."""
         if not self._is_activation(t):
-            return t.detach()  # an output would refer to its own node
+            return t.detach()  # an output would refer to its own autograd node
         t = t.detach()
         storage = t.untyped_storage()
-        # A storage that is gone may leave its address to another, with which it must not be confused.
+        # A freed storage's address may be reused by another storage: compare the weak reference, too.
         key = (storage._cdata, t.storage_offset(), *_layout(t))
         known = self._rounded.get(key)
         if known is None or known[0]() is None:
@@ -94,7 +94,7 @@ class _Pass:
             return False
         if t.shape[0] not in self.tokens and (t.dim() == 2 or t.shape[0] * t.shape[1] not in self.tokens):
             return False
-        if is_traceable_wrapper_subclass(t) or 0 in t.stride() or of_parameter(t):  # the first: its storage is not here
+        if is_traceable_wrapper_subclass(t) or 0 in t.stride() or of_parameter(t):  # a wrapper's storage is elsewhere
             return False
         if t.shape[-1] in self.low and t.grad_fn is not None:
             return False
@@ -111,7 +111,7 @@ class _Pass:
 
 
 def _layout(t: Tensor) -> tuple[Any, ...]:
-    """Return dtype, sizes and strides of a tensor's values, equal for all views with the same order of values."""
+    """Return dtype, sizes and strides of a tensor, equal for all views with the same order of values."""
     sizes: list[int] = []
     strides: list[int] = []
     for size, stride in zip(t.shape, t.stride(), strict=True):
@@ -129,8 +129,8 @@ class RoundedActivations:
     """Rounds the tensors saved by a decoder's blocks.
 
     Args:
-        stream_ranks: ranks that have a part each of T between the blocks, and all of it inside.
-        low: rows of the adapters' A: what is as wide and has a gradient was made of their parameters.
+        stream_ranks: ranks that shard T between the blocks; inside, each has all of it.
+        low: adapters' ranks: a tensor of such a width with a gradient was computed from an adapter's parameters.
     """
 
     def __init__(self, stream_ranks: int, low: frozenset[int]) -> None:
@@ -139,7 +139,7 @@ class RoundedActivations:
 
     @contextmanager
     def block(self, block: nn.Module, x: Tensor, given: list[Tensor]) -> Iterator[None]:
-        """Round within the forward pass of a block; x: hidden states (B, T, D); given: what all blocks are given."""
+        """Round within a block's forward pass; x: hidden states (B, T, D); given: the arguments of all blocks."""
         tokens = x.shape[0] * x.shape[1]
         self._pass = _Pass(block, frozenset({tokens, tokens * self.stream_ranks}), given, self.low)
         try:

@@ -11,8 +11,8 @@ from typing import Any, TypeGuard
 from optrush.errors import ConfigError, one_line
 from optrush.files import read_file
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of their number
-MOST = 2**31 - 1  # of a size, and of every whole number: ids and positions are 32 bits wide
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of the number of experts
+MOST = 2**31 - 1  # of every integer: ids and positions are 32 bits wide
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 MOST_BYTES, DEEPEST = 16 << 20, 32  # of a config.json
 Check = Callable[[Any], bool]
@@ -42,7 +42,7 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "interleave_moe_layer_step", "no_rope_layer_interval", "floor_scale", "bits", "vocab_size_per_layer_input",
     ),
     ("a positive whole number below 2**31", lambda v: _whole(v, 1) or _list_of(lambda i: _whole(i, 1))(v)): (
-        "intermediate_size", "num_attention_heads", "num_key_value_heads", "ffn_dim",  # one a layer in some families
+        "intermediate_size", "num_attention_heads", "num_key_value_heads", "ffn_dim",  # one per layer in some families
     ),
     ("a whole number below 2**31", lambda value: _whole(value, -1)): (
         "max_window_layers", *EXPERTS, "num_experts_per_tok", "decoder_sparse_step", "moe_intermediate_size",
@@ -94,7 +94,7 @@ _ROPE_FACTORS = (
     "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
     "mscale_all_dim",
 )  # fmt: skip
-_ROPE_TYPE_OF = {  # within rope_scaling and rope_parameters, in which some families have a mapping a kind of layer
+_ROPE_TYPE_OF = {  # within rope_scaling and rope_parameters; some families have one mapping per kind of layer
     **_TYPE_OF, **dict.fromkeys(("type", "rope_type"), _TEXT), **dict.fromkeys(_ROPE_FACTORS, _NUMBER),
     **dict.fromkeys(("short_factor", "long_factor"), ("a list of numbers", _list_of(_number))),
     **dict.fromkeys(("full_attention", "sliding_attention"), ("a mapping", lambda value: isinstance(value, dict))),
@@ -106,14 +106,14 @@ def read_config_json(file: Path) -> dict[str, Any]:
     """Read a model's config.json: one JSON object, with values of the types in `_TYPES`.
 
     Raises:
-        ConfigError: no JSON object, or too large; a value of another type or out of range, by file and key.
+        ConfigError: not a JSON object, or too large; a value of a wrong type or out of range, by file and key.
     """
     do = "download the model again"
     if (size := file.stat().st_size) > MOST_BYTES:
         raise ConfigError(f"{file}", f"{size} bytes; a config.json has a few thousand", do)
     try:
         hf = json.loads(read_file(file))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
+    except (ValueError, RecursionError) as error:  # ValueError includes UnicodeDecodeError
         raise ConfigError(f"{file}", f"not JSON: {error}", do) from None
     if not isinstance(hf, dict):
         raise ConfigError(f"{file}", "not a JSON object", do)
@@ -122,11 +122,11 @@ def read_config_json(file: Path) -> dict[str, Any]:
 
 
 def _check_types(tree: Mapping[str, Any], file: Path, path: str, depth: int) -> None:
-    """Check the values of a mapping and of the mappings in it."""
+    """Check the values of a mapping, recursively."""
     for key, value in tree.items():
         place, kind = one_line(f"{path}{key}", 120), (_ROPE_TYPE_OF if path.startswith("rope_") else _TYPE_OF).get(key)
         if key == "sliding_window" and value == 0 and tree.get("use_sliding_window") is False:
-            continue  # as transformers writes a window that is off
+            continue  # transformers writes a disabled window like this
         if kind is not None and not kind[1](value) and (value is not None or key in _REQUIRED):
             raise ConfigError(f"{file}: {place}", one_line(repr(value), 120), f"give {place} {kind[0]}")
         for part in value if isinstance(value, list) else [value]:
@@ -139,12 +139,12 @@ def _check_types(tree: Mapping[str, Any], file: Path, path: str, depth: int) -> 
             _check_types(value, file, f"{path}{key}.", depth + 1)
 
 
-# Of `quantization_config`: the methods whose weights are read as dense ones (stored_quantized.py).
+# Methods of `quantization_config` whose weights are read and dequantized (stored_quantized.py).
 METHODS = {"fp8": "FP8", "compressed-tensors": "FP8", "gptq": "GPTQ", "awq": "AWQ"}
 
 
 def is_readable(settings: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Return whether weights quantised on disk with these settings are read as dense ones."""
+    """Return whether weights with these quantization settings can be read and dequantized."""
     if not isinstance(settings, Mapping) or (method := str(settings.get("quant_method"))) not in METHODS:
         return False
     bits = settings.get("bits", 4)

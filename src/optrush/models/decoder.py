@@ -1,18 +1,18 @@
-"""One decoder for the Llama-shaped families of `models/families.py`: dense or with experts, with latent attention, with
-layers of a delta rule, with layers that attend within chunks or have no rotary embedding.
+"""One decoder for the Llama-shaped families of `models/families.py`: dense or with experts, with latent attention,
+delta-rule layers, layers that attend within chunks, or layers without rotary embedding.
 
-Legend, used everywhere: B rows, T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head
+Legend, used everywhere: B rows, T tokens per row, D width, F feed-forward width, H heads, K key/value heads, E head
 width, V vocabulary, L layers.
 
-Differs from the published models in the layout of two weights, never in the mathematics. The query, key and value rows
-of one key/value head are adjacent (K, H/K + 2, E), and gate and up rows alternate (F, 2): a cut along the first
-dimension gives every shard whole heads and whole gate/up pairs. A linear lists its pieces (`output_splits`) for export,
-adapters, and optimizers of single matrices.
+Differs from the published models only in the layout of two weights. The query, key and value rows of one key/value head
+are adjacent (K, H/K + 2, E), and gate and up rows alternate (F, 2): sharding the first dimension gives every rank
+complete heads and gate/up pairs. A linear lists its pieces (`output_splits`) for export, adapters, and optimizers of
+single matrices.
 
-The padding id is an ordinary token: transformers gives its embedding row no gradient when pad_token_id is set, here it
-is trained like any other, since padding is never a target and never read.
+The padding id is an ordinary token: transformers gives its embedding row no gradient if pad_token_id is set. Here it is
+trained like any other token, since padding is never a target and never read.
 
-Built on the meta device and without buffers, so allocating memory loses nothing. Techniques change it through its slots
+Built on the meta device and without buffers, so allocating memory loses nothing. Techniques change it by its slots
 (`block_call`, `block.split_and_rope`, `block.attention`, `block.mlp`, `norm.impl`, `linear.matmul`, `head.enter`,
 `head.nll`, `experts.activation`).
 """
@@ -46,22 +46,22 @@ if TYPE_CHECKING:
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The default of the `block_call` slot."""
+    """Call the function: the default of the `block_call` slot."""
     return function(*args, **kwargs)
 
 
 def unchanged(hidden: Tensor) -> Tensor:
-    """The default of the `head.enter` slot."""
+    """Return the hidden states: the default of the `head.enter` slot."""
     return hidden
 
 
 class Block(nn.Module):
-    """One layer: attention and a gated feed-forward, each behind a norm and added to the residual.
+    """One layer: attention and a gated feed-forward, each after a norm and added to the residual.
 
-    A layer may read the keys and values of an earlier one, its `source`, whose block returns them after the rest.
-    A layer of a delta rule has `delta` in place of attention.
-    A layer with low-rank attention has `latent` in place of `qkv`, and values of another width than E.
-    A layer with experts has `experts` in place of `gate_up` and `down`, or beside them: those are its shared experts.
+    A layer may read the keys and values of an earlier one, its `source`, whose block returns them last.
+    A delta-rule layer has `delta` instead of attention.
+    A layer with low-rank attention has `latent` instead of `qkv`, and values of another width than E.
+    A layer with experts has `experts` instead of `gate_up` and `down`; if it has all, the latter are shared experts.
     """
 
     q_norm: nn.Module | None
@@ -107,7 +107,7 @@ class Block(nn.Module):
             pairs: Pieces = (("up", 1),) if s.gateless else (("gate", 1), ("up", 1))
             self.gate_up = Linear(D, pairs, groups=F_, bias=s.mlp_bias, **at)
             self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
-        self.shared = self.experts is not None and F_ > 0  # a dense part besides the experts
+        self.shared = self.experts is not None and F_ > 0  # a dense part in addition to the experts
         if self.experts is not None and self.experts.shape.beside:
             self.dense_leaving, self.experts_norm, self.experts_leaving = (plain(D, s.norm_eps, **at) for _ in range(3))
         self.shared_gate = None
@@ -121,17 +121,17 @@ class Block(nn.Module):
         fixed = torch.empty(1, **at) if s.layer_scalar else None
         self.layer_scalar = None if fixed is None else nn.Parameter(fixed, requires_grad=False)  # as published
         self.head_width = E
-        self.group = s.heads // s.kv_heads  # query heads of one key/value head
+        self.group = s.heads // s.kv_heads  # query heads per key/value head
         self.split_and_rope: rope.SplitAndRotate = rope.split_and_rotate_pairs if s.pairs else rope.split_and_rotate
-        self.rotated, self.chunk = True, None  # tokens of a chunk, within which it attends
+        self.rotated, self.chunk = True, None  # tokens per chunk of its attention
         if (chunks := s.chunks) is not None:
             self.rotated, self.chunk = layer not in chunks.unrotated, chunks.size if layer in chunks.layers else None
             self.split_and_rope = self.split_and_rope if self.rotated else rope.split_and_scale
-            if chunks.normed and self.rotated:  # before the rotation, which changes no length
+            if chunks.normed and self.rotated:  # before the rotation, which preserves lengths
                 self.q_norm, self.k_norm = UnitNorm(s.norm_eps), UnitNorm(s.norm_eps)
         if layer in s.unrotated:
             self.split_and_rope = rope.split_heads
-        self.local = s.local_rope is not None and self.window is not None  # its rotation is that of layers with windows
+        self.local = s.local_rope is not None and self.window is not None  # it uses the windowed layers' rotation
         self.attention: attention.Attend = attention.masked
         self.mlp: swiglu.Mlp = swiglu.gelu_mlp if s.gelu else swiglu.gated_mlp
         self.mlp = swiglu.plain_mlp if s.gateless else self.mlp
@@ -141,8 +141,8 @@ class Block(nn.Module):
     ) -> Tensor | tuple[Tensor, ...]:
         """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D), and with experts their load (`Experts.forward`).
 
-        given: (B, T, P), of this layer, by `LayerInputs`. lent: the keys and values of `source`, which that returns.
-        Without a rotation cos and sin are (B, T, 1, 1), what queries are multiplied by.
+        given: (B, T, P), this layer's output of `LayerInputs`. lent: keys and values returned by `source`.
+        Without a rotation cos and sin are (B, T, 1, 1), the factor of the queries.
         """
         if self.order != "before" or self.residual != 1:
             return self._in_order(x, cos, sin, documents, given, [*lent])
@@ -184,9 +184,9 @@ class Block(nn.Module):
     def _mix(
         self, h: Tensor, cos: Tensor, sin: Tensor, documents: Documents, lent: list[Tensor] | None = None
     ) -> Tensor:
-        """Return the token mixing of each document: h (B, T, D) -> (B, T, D).
+        """Mix the tokens of each document: h (B, T, D) -> (B, T, D).
 
-        lent: as `_own_heads` has it.
+        lent: see `_own_heads`.
         """
         if self.delta is not None:
             mixed: Tensor = self.delta(h, documents)
@@ -207,7 +207,7 @@ class Block(nn.Module):
         return out
 
     def _heads(self, h: Tensor, cos: Tensor, sin: Tensor) -> rope.Heads:
-        """h (B, T, D) -> queries (B, T, H, E), keys and values (B, T, K, E), those that are rotated rotated."""
+        """Return queries (B, T, H, E), keys and values (B, T, K, E) of h (B, T, D), after the rotation, if any."""
         if self.latent is not None:
             heads: rope.Heads = self.latent(h, cos, sin)
             return heads
@@ -218,7 +218,7 @@ class Block(nn.Module):
     def _own_heads(self, h: Tensor, cos: Tensor, sin: Tensor, lent: list[Tensor]) -> rope.Heads:
         """Return the same as `_heads`; keys and values may share one matmul, or come from another layer.
 
-        lent: keys and values of `source`; without one they are put there.
+        lent: keys and values of `source`; without a source, this layer's are written there.
         """
         assert self.q_norm is not None and self.v_norm is not None
         qkv = self.qkv(h).unflatten(-1, (-1, self.group + len(self.parts) - 1, self.head_width))
@@ -229,22 +229,22 @@ class Block(nn.Module):
         return q.to(qkv.dtype) * self.query, lent[0], lent[1]
 
     def _masks(self, documents: Documents) -> dict[str, Any]:
-        """Return attention's extra arguments; none if a window is as long as the rows."""
-        found: dict[str, Any] = {}
+        """Return attention's extra arguments; no window if it is as long as the rows."""
+        options: dict[str, Any] = {}
         if self.window is not None and self.window < documents.ids.shape[1]:
-            found["window"] = self.window
+            options["window"] = self.window
         if self.sinks is not None:
-            found["sinks"] = self.sinks
+            options["sinks"] = self.sinks
         if self.cap is not None:
-            found["cap"] = self.cap
-        return found
+            options["cap"] = self.cap
+        return options
 
 
 class Head(nn.Module):
     """The output layer with its loss. Call it instead of reading its weight: sharding gathers the weight in a call."""
 
     bias: nn.Parameter | None  # (V,)
-    scores = False  # one score a token, no logits of a vocabulary
+    scores = False  # one score per token instead of logits
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -265,9 +265,9 @@ class Head(nn.Module):
         return losses if reduce == "sum" else losses.view(labels.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (..., D) -> (..., V) float32 at least. Reads the weight: whole heads only."""
+        """hidden (..., D) -> (..., V), at least float32. Reads the weight: unsharded heads only."""
         y = widen(F.linear(hidden, self.weight, self.bias))
-        y = y if self.scale == 1 else y * self.scale  # a copy of all logits
+        y = y if self.scale == 1 else y * self.scale  # the multiplication copies all logits
         return y if self.softcap is None else torch.tanh(y / self.softcap) * self.softcap
 
 
@@ -275,7 +275,7 @@ class Decoder(nn.Module):
     """Embedding, blocks and the last norm; the head is a submodule that the objective calls."""
 
     supports_packing = True  # documents of one row do not attend to each other
-    frozen_flops = 0  # the function's result once all is built: it walks all modules, and `flops` runs for each row
+    frozen_flops = 0  # cached result of `frozen_flops()`, which walks all modules; `flops` runs per row
 
     def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -289,15 +289,15 @@ class Decoder(nn.Module):
         self.head = Head(weight if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width, **at)))
         self.head.scale, self.head.softcap = shape.multipliers.logits, shape.softcap
         self.ties: tuple[tuple[str, str], ...] = (("head.weight", "embedding.weight"),) if shape.tied else ()
-        self.tied = shape.tied  # on whichever rank the two are
+        self.tied = shape.tied  # on whichever rank they are
         self.block_call: Callable[..., Any] = call
-        self.stream_ranks = 1  # that have a part each of T of the hidden states between blocks
-        self.elsewhere: dict[str, Linear] = {}  # of blocks that other ranks hold, on the meta device, by name
-        # Of a base whose images are read. One that is trained is the submodule `visual`, too.
+        self.stream_ranks = 1  # that shard T of the hidden states between blocks
+        self.elsewhere: dict[str, Linear] = {}  # other ranks' blocks, on the meta device, by name
+        # Of a base that reads images. A trained tower is the submodule `visual`, too.
         self.tower: Tower | None = None
-        self.load: Tensor | None = None  # of the last forward pass, of the layers with experts: (L, 2, N)
-        # Kept once a device, outside the parameters and buffers: computed on the host as the published models do (a
-        # device's own pow differs in the last bit), and copying it every step would stop a graph capture.
+        self.load: Tensor | None = None  # of the last forward pass, layers with experts: (L, 2, N)
+        # Cached per device, outside the parameters and buffers: computed on the host like the published models (a
+        # device's pow differs in the last bit), and a copy in every step would prevent a graph capture.
         self._frequencies: dict[tuple[torch.device, RopeShape], Tensor] = {}
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Documents, images: Images | None = None) -> Tensor:
@@ -308,7 +308,7 @@ class Decoder(nn.Module):
             laid = self.tower(images)
             x = laid.embed(x)
         elif self.tower is not None and self.tower.trained and torch.is_grad_enabled():
-            x = x + self.tower.nothing().to(x.dtype)  # so that each of its gradients exists on every rank
+            x = x + self.tower.nothing().to(x.dtype)  # so that all its gradients exist on every rank
         slots = () if images is None or self.tower is None else (images.slots, self.tower.pad)
         given = None if self.inputs is None else self.inputs(tokens, x, *slots)
         hidden: Tensor = self.norm(self.through(x, positions, documents, self.blocks.values(), given, laid))
@@ -326,7 +326,7 @@ class Decoder(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Run hidden states x (B, T, D) through some of the blocks; with images, through all.
 
-        given: (B, T, L, P), what `LayerInputs` returns.
+        given: (B, T, L, P), the output of `LayerInputs`.
         """
         loads, chunks = [], self.shape.chunks
         lent: dict[int, Sequence[Tensor]] = {}
@@ -336,25 +336,25 @@ class Decoder(nn.Module):
         rotation = self.angles(turned, wide)
         local = None if (r := self.shape.local_rope) is None else self.angles(positions, x.dtype, r)
         scale, within = None, documents
-        whole = documents  # of layers without a window
+        unwindowed = documents  # for layers without a window
         if self.tower is not None and self.tower.mutual == "windowed":
-            whole = documents._replace(mutual=None)
+            unwindowed = documents._replace(mutual=None)
         if chunks is not None:
             scale, within = query_scales(chunks.temperature, positions), documents.in_chunks(chunks.size, positions)
         for number, block in enumerate(blocks):
             cos, sin = local if local and block.local else rotation if block.rotated else (scale, scale)
-            source, own = cast("int | None", block.source), cast("list[Tensor | None]", [])
+            source, extras = cast("int | None", block.source), cast("list[Tensor | None]", [])
             if self.shape.by_layer is not None:
-                own = [None if given is None else given[:, :, number], *(() if source is None else lent[source])]
-            made = self.block_call(
+                extras = [None if given is None else given[:, :, number], *(() if source is None else lent[source])]
+            output = self.block_call(
                 block,
                 x,
                 cos,
                 sin,
-                within if block.chunk is not None else whole if block.window is None else documents,
-                *own,
+                within if block.chunk is not None else unwindowed if block.window is None else documents,
+                *extras,
             )
-            x, *rest = made if isinstance(made, tuple) else (made,)
+            x, *rest = output if isinstance(output, tuple) else (output,)
             loads += [rest.pop(0)] if block.experts is not None else []
             lent[number] = rest
             x = x if laid is None else laid.after(number, x)
@@ -363,7 +363,7 @@ class Decoder(nn.Module):
         return x
 
     def angles(self, positions: Tensor, dtype: torch.dtype, rope: RopeShape | None = None) -> tuple[Tensor, Tensor]:
-        """positions (B, T), or of each pair (B, T, E/2) -> cos and sin (B, T, 1, E), in float32 until the last cast."""
+        """positions (B, T), or by pair (B, T, E/2) -> cos and sin (B, T, 1, E), in float32 until the last cast."""
         device, rope = positions.device, rope or self.shape.rope
         if (device, rope) not in self._frequencies:
             width = self.shape.head_width if rope == self.shape.local_rope else self.shape.rotated_width
@@ -373,7 +373,7 @@ class Decoder(nn.Module):
         return (angle.cos() * rope.scale).to(dtype), (angle.sin() * rope.scale).to(dtype)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
-        """Yield every linear of the blocks by its name, e.g. 'blocks.0.qkv'; the head is not one of them."""
+        """Yield all linears of the blocks with their names, e.g. 'blocks.0.qkv'; the head is not included."""
         for name, module in self.named_modules():
             if isinstance(module, Linear):
                 yield name, module
@@ -381,7 +381,7 @@ class Decoder(nn.Module):
     def set_attention(self, name: str) -> int:
         """Put a function of `kernels.attention` into every block; return the number of blocks.
 
-        Raises NeedsError: no such function, or one without the cap of the scores.
+        Raises NeedsError: no such function, or no support for the model's score cap or bidirectional image tokens.
         """
         if name not in attention.ATTENTIONS:
             raise NeedsError(f"attention {name!r}", f"known: {', '.join(attention.ATTENTIONS)}", "choose one of them")
@@ -397,14 +397,14 @@ class Decoder(nn.Module):
         return len(self.blocks)
 
     def set_rule(self, name: str) -> int:
-        """Put a function of `models.delta_rule` into every block that has a delta rule; return their number."""
+        """Put a function of `models.delta_rule` into every block with a delta rule; return their number."""
         blocks = [m for m in self.modules() if isinstance(m, DeltaRule)]
         for block in blocks:
             block.rule = RULES[name]
         return len(blocks)
 
     def flops(self, tokens: int, attended: int) -> int:
-        """Return training FLOPs: as `ModelShape.flops`, less `frozen_flops` for weights that are not trained."""
+        """Return training FLOPs: `ModelShape.flops` minus `frozen_flops` for weights that are not trained."""
         return self.shape.flops(tokens, attended) - self.frozen_flops * tokens
 
     def tie(self) -> None:
@@ -412,16 +412,16 @@ class Decoder(nn.Module):
         redo_ties(self, self.ties)
 
     def restore_buffers(self, device: torch.device) -> None:
-        """Restore the buffers of a trained tower: no other part has any."""
+        """Restore the buffers of a trained tower, the only part with buffers."""
         if self.tower is not None:
             self.tower.restore_buffers(device)
 
 
 def frozen_flops(model: Any) -> int:
-    """Return the FLOPs per token that frozen or adapted linears save, of 6 per matrix weight.
+    """Return the FLOPs per token saved by frozen or adapted linears, out of 6 per matrix weight.
 
-    A frozen weight has no gradient of its own: 4 instead of 6; an adapter's weights count 6 (docs/notation.md). Below
-    the first block with a trained parameter nothing has a gradient, if the embedding is frozen: 2.
+    A frozen weight has no gradient: 4 instead of 6; an adapter's weights count 6 (docs/notation.md). Below the first
+    block with a trained parameter there are no gradients at all, if the embedding is frozen: 2.
     """
     dense = isinstance(model, Decoder) and model.head.scores  # `ModelShape.flops` counts a head of V rows
     flop = 6 * (model.shape.vocab - 1) * model.shape.width if dense else 0

@@ -1,20 +1,20 @@
 """Mix a document's tokens by a state that each token updates: the gated delta rule, linear in length.
 
-    S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q      S (E, W) of each head, zero before a document
+    S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q      S (E, W) per head, zero before a document
 
-with queries and keys of length 1, queries scaled by E^-0.5. Before it queries, keys and values pass a causal
-convolution over the last few tokens of each channel; after it every head is normed and gated.
+with queries and keys of length 1, queries scaled by E^-0.5. Before the rule, queries, keys and values pass a causal
+convolution over the last few tokens of each channel; after it every head is normalized and gated.
 
-    plain   chunks of 64 tokens, in float32: within a chunk one triangular system, between chunks the state
+    plain   chunks of 64 tokens, in float32: within a chunk one triangular system, across chunks the state
     fla     the package flash-linear-attention (its chunk_gated_delta_rule); CUDA
 
-Isolation. A product of two tokens of different documents has the factor 0, and what decays is summed from the values of
-the document alone, so that another document changes no bit. A token that is not finite is replaced by zeros, as 0 * NaN
-is NaN, and what may read it (same document, not earlier) is set to NaN.
+Isolation. A product of two tokens of different documents has the factor 0, and decays are summed only over the
+document's values, so another document does not change a bit. A non-finite token is replaced by zeros, since 0 * NaN is
+NaN, and the outputs that may read it (same document, not earlier) are set to NaN.
 
 Source: Yang et al., https://arxiv.org/abs/2412.06464 (gated delta rule); Yang et al., https://arxiv.org/abs/2406.06484
-(chunks); the layer is that of Qwen3-Next.
-Legend: B rows, T tokens, H heads of values, K heads of keys, E width of a key, W width of a value, C tokens a chunk.
+(chunks); the layer is Qwen3-Next's.
+Legend: B rows, T tokens, H value heads, K key heads, E width of a key, W width of a value, C tokens per chunk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Rule = Callable[..., Tensor]
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Documents) -> Tensor:
-    """Compute the rule by torch's operators, in float32 at least."""
+    """Compute the rule with torch operators, at least in float32."""
     with torch.autocast(v.device.type, enabled=False):
         bad = ~torch.stack([torch.isfinite(x).flatten(2).all(-1) for x in (q, k, v, g, beta)]).all(0)  # (B, T)
         hole = bad[:, :, None]
@@ -61,7 +61,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _since(bad: Tensor, ids: Tensor) -> Tensor:
-    """Return (B, T) bool: whether this token of a document or an earlier one of it is bad."""
+    """Return (B, T) bool: whether this token or an earlier one of its document is bad."""
     count = bad.int().cumsum(1)
     places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
@@ -70,25 +70,25 @@ def _since(bad: Tensor, ids: Tensor) -> Tensor:
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor) -> Tensor:
-    """Compute the rule of finite values: all (B, T, H, ...), ids (B, T) -> (B, T, H, W)."""
+    """Compute the rule for finite values: all (B, T, H, ...), ids (B, T) -> (B, T, H, W)."""
     T = v.shape[1]
     n = -(-T // CHUNK)
 
     def cut(x: Tensor) -> Tensor:
-        """(B, T, H, ...) -> (B, H, n, C, ...), filled up with zeros."""
+        """(B, T, H, ...) -> (B, H, n, C, ...), padded with zeros."""
         x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, n * CHUNK - T))
         return x.view(x.shape[0], n, CHUNK, *x.shape[2:]).transpose(1, 3).transpose(2, 3).contiguous()
 
     q, k, v, g, beta = (cut(x) for x in (q, k, v, g, beta))
     ids = F.pad(ids, (0, n * CHUNK - T), value=-1).view(-1, 1, n, CHUNK)  # (B, 1, n, C)
-    own = (ids[..., :, None] == ids[..., None, :]).tril()  # (B, 1, n, C, C): same document, not later
-    before = F.pad(ids[:, :, :-1, -1:], (0, 0, 1, 0), value=-2)  # the document that the chunk before ended with
-    goes_on = (ids == before)[..., None]  # (B, 1, n, C, 1)
-    # Sums of what lies between two tokens, not differences of sums, which would lose the small ones beside the large.
+    visible = (ids[..., :, None] == ids[..., None, :]).tril()  # (B, 1, n, C, C): same document, not later
+    before = F.pad(ids[:, :, :-1, -1:], (0, 0, 1, 0), value=-2)  # the last document of the previous chunk
+    continues = (ids == before)[..., None]  # (B, 1, n, C, 1)
+    # Sum the values between two tokens; a difference of cumulative sums would lose small values next to large ones.
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril(-1)
     decay = g[..., None].masked_fill(~later, 0).cumsum(-2)  # (B, H, n, C, C)
-    between = decay.masked_fill(~own, float("-inf")).exp()
-    since = g.cumsum(-1).exp()[..., None] * goes_on
+    between = decay.masked_fill(~visible, float("-inf")).exp()
+    since = g.cumsum(-1).exp()[..., None] * continues
     weighed = k * beta[..., None]
     system = ((weighed @ k.transpose(-1, -2)) * between).tril(-1)
     system = system + torch.eye(CHUNK, dtype=system.dtype, device=system.device)
@@ -96,15 +96,15 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tenso
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
     new, read = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
     within = (q @ k.transpose(-1, -2)) * between
-    asked, left = q * since, k * between[..., -1, :, None]  # of the state before; in the state after
+    query, left = q * since, k * between[..., -1, :, None]  # reads the old state; enters the new state
     kept = since[..., -1:, :]
     state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
-    found = []
+    outputs = []
     for i in range(n):
         fresh = new[:, :, i] - read[:, :, i] @ state
-        found.append(asked[:, :, i] @ state + within[:, :, i] @ fresh)
+        outputs.append(query[:, :, i] @ state + within[:, :, i] @ fresh)
         state = state * kept[:, :, i] + left[:, :, i].transpose(-1, -2) @ fresh
-    return torch.stack(found, 2).flatten(2, 3)[:, :, :T].transpose(1, 2)
+    return torch.stack(outputs, 2).flatten(2, 3)[:, :, :T].transpose(1, 2)
 
 
 @cache
@@ -123,28 +123,28 @@ def fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Doc
     B, T, H = g.shape
     q, k = (repeat_heads(x, H).reshape(1, B * T, H, -1) for x in (q, k))
     v, g, beta = v.reshape(1, B * T, H, -1), g.reshape(1, B * T, H), beta.reshape(1, B * T, H)
-    # A compiler cannot look into the package, which it would have to leave; an operator it takes as it is.
+    # A compiler cannot trace into the package and would break the graph; it keeps a custom operator as one node.
     compute = _operator if torch.compiler.is_compiling() else _by_package
     return compute(q, k, v, g, beta, documents.starts).view(B, T, H, -1)
 
 
 def _by_package(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor) -> Tensor:
-    """Call the package's autograd.Function: nothing else has gradients inside an operator."""
+    """Call the package's autograd.Function: only that has gradients inside an operator."""
     out: Tensor = _package()(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=_lengths(starts))[0]
     return out
 
 
-_last: list[tuple[tuple[int, int, int], Tensor, Tensor]] = []  # one: of the batch at hand
+_last: list[tuple[tuple[int, int, int], Tensor, Tensor]] = []  # one entry: the current batch
 
 
 def _lengths(starts: Tensor) -> Tensor:
     """Return the cumulative lengths without their padding, the same tensor for all layers.
 
-    The package reads them on the host, once a tensor, and so does what drops the padding.
+    The package reads them on the host once per tensor, and removing the padding also reads them.
     """
     key = (starts.data_ptr(), starts._version, len(starts))
     if not _last or _last[0][0] != key:
-        _last[:] = [(key, starts, torch.unique(starts).long())]  # holding `starts`, nothing else gets its address
+        _last[:] = [(key, starts, torch.unique(starts).long())]  # keeping `starts` keeps its address from being reused
     return _last[0][2]
 
 
@@ -166,8 +166,8 @@ def _backward(
     with torch.enable_grad():
         q, k, v, g, beta = (x.detach().requires_grad_() for x in (q, k, v, g, beta))
         out = _by_package(q, k, v, g, beta, starts)
-    found = torch.autograd.grad(out, (q, k, v, g, beta), d_out)
-    dq, dk, dv, dg, db = (x.contiguous() for x in found)
+    gradients = torch.autograd.grad(out, (q, k, v, g, beta), d_out)
+    dq, dk, dv, dg, db = (x.contiguous() for x in gradients)
     return dq, dk, dv, dg, db
 
 
@@ -197,18 +197,18 @@ def causal_convolution(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     taps, out = weight.squeeze(1), x * weight[:, 0, -1]
     for back in range(1, taps.shape[1]):
         earlier = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
-        own = F.pad(ids, (back, 0), value=-1)[:, : x.shape[1]] == ids
-        out = out + earlier.masked_fill(~own[..., None], 0) * taps[:, -1 - back]
+        same = F.pad(ids, (back, 0), value=-1)[:, : x.shape[1]] == ids
+        out = out + earlier.masked_fill(~same[..., None], 0) * taps[:, -1 - back]
     return out
 
 
 class DeltaRule(nn.Module):
-    """A layer's mixing of tokens, in place of attention. Parameters have their published names.
+    """A layer's token mixing instead of attention. Parameters have their published names.
 
     Slots: `rule`, a function of `RULES`.
     """
 
-    in_proj_qkvz: Linear  # and in_proj_ba, of a key head at a time; or four linears
+    in_proj_qkvz: Linear  # with in_proj_ba, grouped by key head; or four linears
     in_proj_ba: Linear
     in_proj_qkv: Linear
     in_proj_z: Linear
@@ -239,18 +239,18 @@ class DeltaRule(nn.Module):
         q, k, v = (x.reshape(*at, -1, width) for x, width in ((q, s.key), (k, s.key), (v, s.value)))
         g = -widen(self.A_log).exp() * F.softplus(widen(a) + widen(self.dt_bias))
         out = self.norm(self.rule(q, k, v, g, b.sigmoid(), documents), z.reshape(*at, -1, s.value))
-        found: Tensor = self.out_proj(out.flatten(2))
-        return found
+        mixed_out: Tensor = self.out_proj(out.flatten(2))
+        return mixed_out
 
     def _apart(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.in_proj_qkv(h), self.in_proj_z(h), self.in_proj_b(h), self.in_proj_a(h)
 
     def _by_key_head(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         s, at = self.shape, (*h.shape[:2], self.shape.key_heads, -1)
-        each = s.heads // s.key_heads
-        parts = torch.split(self.in_proj_qkvz(h).view(at), [s.key, s.key, each * s.value, each * s.value], -1)
+        group = s.heads // s.key_heads
+        parts = torch.split(self.in_proj_qkvz(h).view(at), [s.key, s.key, group * s.value, group * s.value], -1)
         q, k, v, z = (x.flatten(2) for x in parts)
-        b, a = (x.flatten(2) for x in torch.split(self.in_proj_ba(h).view(at), [each, each], -1))
+        b, a = (x.flatten(2) for x in torch.split(self.in_proj_ba(h).view(at), [group, group], -1))
         return torch.cat((q, k, v), -1), z, b, a
 
 
@@ -261,7 +261,7 @@ def rules(model: nn.Module) -> list[str]:
 
 
 class Convolution(nn.Module):
-    """The weight of a convolution, a row of taps for each channel."""
+    """The weight of a convolution, one row of taps per channel."""
 
     def __init__(self, channels: int, taps: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,24 +1,24 @@
 """Shard a decoder's experts over the ranks of one axis: rows go to their experts' ranks, and results back.
 
-Each rank has count / n experts of every layer, as the rows of DTensors, which say where they lie in the whole:
-sharding, checkpoints and the weight map read that. Routers, and all else, are whole on every rank. A rank has rows of
-its own; each goes, once for each of its experts, to that expert's rank, with the weight of the expert's product, and
-comes back as the product. So the gradient of an expert is complete where the expert is, of the rows of all n ranks.
+Each rank has count / n experts of every layer, as DTensor rows, which record their position in the full tensor for
+sharding, checkpoints and the weight map. Everything else, routers included, is replicated. Each rank has its own batch
+rows; each row goes, once per chosen expert, to that expert's rank, together with its weight, and comes back as the
+expert's output. So an expert's gradient is complete on its rank and includes the rows of all n ranks.
 
-The ranks first exchange how many rows each has for each expert. Those counts are read on the host, once a layer and
-micro-batch: the collectives of rows, and their memory, need numbers. Nothing is dropped and nothing padded.
+The ranks first exchange their row counts per expert. The host reads these counts, once per layer and micro-batch: the
+collectives of rows, and their memory, need numbers. Nothing is dropped or padded.
 
-The collectives are operators of their own, so that a compiler takes them into its graphs; the number of rows that
-arrive is unknown to it.
+The collectives are custom operators, so that a compiler includes them in its graphs; the number of arriving rows is
+unknown to it.
 
-Recomputation. A forward pass that runs again inside a backward pass has the same routing: it takes the places that the
-first one found (`_LAST`) and exchanges and reads no counts. Nor does it send products back: only what follows would
-read them, and a block ends with a sum, of which nothing is saved. Rows are sent again, as keeping them would take k D
-values a token and layer.
+Recomputation. A forward pass that is recomputed inside a backward pass has the same routing: it reuses the places of
+the first pass (`_LAST`), without exchanging or reading counts. It does not send results back either: only later layers
+would read them, and a block ends with a sum, which saves nothing. Rows are sent again, since keeping them would take k
+D values per token and layer.
 
 Source: Lepikhin et al., https://arxiv.org/abs/2006.16668; without dropping, Gale et al.,
 https://arxiv.org/abs/2211.15841.
-Legend: n ranks of the axis, N experts, S rows that a rank sends, M rows that it gets, D width.
+Legend: n ranks of the axis, N experts, S rows that a rank sends, M rows that it receives, D width.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from optrush.models.decoder import Decoder
 from optrush.models.experts import Experts
 from optrush.models.tensor_parallel import piece
 
-CUT = ("gate_up", "down", "gate_up_bias", "down_bias")  # and adapters of these: what an expert has for itself
+CUT = ("gate_up", "down", "gate_up_bias", "down_bias")  # and their adapters: the per-expert parameters
 
 
 def split_experts(model: Decoder, mesh: DeviceMesh) -> int:
@@ -74,29 +74,29 @@ class Exchange:
     ranks: int
 
     def __call__(self, experts: Experts, rows: Tensor, weight: Tensor, ordered: Tensor, ends: Tensor) -> Tensor:
-        sizes, numbers, order, inverse, here = places(ends, self.ranks, self.group, experts.number)
+        sizes, numbers, order, inverse, local_ends = places(ends, self.ranks, self.group, experts.number)
         rows = send(rows, order, inverse, sizes, self.group)
         weight = send(weight, order, inverse, sizes, self.group)
-        y = experts.multiply(rows, weight, numbers, here)
+        y = experts.multiply(rows, weight, numbers, local_ends)
         out: Tensor = send_back(y, order, inverse, sizes, len(ordered), self.group, True)
         return out
 
 
 def _runs_again() -> bool:
-    """Return whether a forward pass is run inside a backward pass: by a checkpoint."""
+    """Return whether the current forward pass is a checkpoint's recomputation inside a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _group(name: Any) -> dist.ProcessGroup:
-    """Return the process group of a name, for operators."""
-    found: dist.ProcessGroup = _resolve_process_group(name)
-    return found
+    """Return the process group by name, for operators."""
+    group: dist.ProcessGroup = _resolve_process_group(name)
+    return group
 
 
 class _Exchanged(NamedTuple):
-    """A layer's exchanged counts (n, N/n) of rows by rank and local expert; sizes as in `places`."""
+    """A layer's exchanged counts (n, N/n) of rows by rank and local expert; sizes: see `places`."""
 
-    ends: Tensor  # of the rows that were counted
+    ends: Tensor  # of the counted rows
     counts: Tensor
     sizes: Tensor
 
@@ -106,22 +106,22 @@ _LAST: dict[tuple[str, int], _Exchanged] = {}  # in the last forward pass, by gr
 
 @torch.library.custom_op("optrush::expert_places", mutates_args=())
 def places(ends: Tensor, ranks: int, group: str, layer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Exchange how many rows each rank has for each expert, unless the pass runs again.
+    """Exchange how many rows each rank has for each expert, except in a recomputation.
 
     Args:
         ends: (N,) int32, of this rank's rows in the order of all experts.
-        layer: its number () on the host; as an int it would be a constant of each layer's own graph.
+        layer: its number () on the host; an int would be a constant that gives each layer its own graph.
 
     Returns:
-        sizes (2, n) int64 on the host: rows to and from each rank; numbers (M,) of the experts here, 0 to N/n - 1, in
-        their order; order (M,) of the rows that arrive, and its inverse; ends (N/n,) int32 of rows in that order.
+        sizes (2, n) int64 on the host: rows to and from each rank; numbers (M,) of the local experts, 0 to N/n - 1,
+        ascending; order (M,) of the arriving rows, and its inverse; ends (N/n,) int32 of rows in that order.
     """
     key = (group, int(layer))
     if _runs_again():
         torch._assert_async((_LAST[key].ends == ends).all(), "experts: a recomputed layer chose other experts")
     else:
         counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())  # (N,)
-        others = torch.empty_like(counts)  # (n N/n,): of each rank, its rows for each of the experts here
+        others = torch.empty_like(counts)  # (n N/n,): by rank, its rows for each local expert
         dist.all_to_all_single(others, counts, group=_group(group))
         sizes = torch.stack((counts, others)).view(2, ranks, -1).sum(-1).cpu()
         _LAST[key] = _Exchanged(ends.clone(), others.view(ranks, -1), sizes)
@@ -130,24 +130,24 @@ def places(ends: Tensor, ranks: int, group: str, layer: Tensor) -> tuple[Tensor,
 
 
 def _order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return numbers, order, inverse and ends as `places` does, from counts (n, N/n) of rows by rank and expert.
+    """Return numbers, order, inverse and ends like `places`, from counts (n, N/n) of rows by rank and expert.
 
-    Rows arrive in runs, by rank and then by expert; runs are put in another order, so that nothing is sorted.
+    Rows arrive in runs, by rank and then by expert; reordering runs needs no sort.
     """
-    ranks, here = counts.shape
-    turned = counts.t().flatten()  # of the runs by expert and then by rank
-    run = torch.arange(ranks * here, device=counts.device)
-    each = torch.arange(rows, device=counts.device)
+    ranks, local = counts.shape
+    by_expert = counts.t().flatten()  # lengths of the runs by expert, then by rank
+    run = torch.arange(ranks * local, device=counts.device)
+    rows_range = torch.arange(rows, device=counts.device)
 
     def moved(lengths: Tensor, starts: Tensor) -> Tensor:
         """Return the places of rows in consecutive runs of these lengths, with the runs at the given starts."""
         shift = starts - (lengths.cumsum(0) - lengths)
-        return each + torch.repeat_interleave(shift, lengths, output_size=rows)
+        return rows_range + torch.repeat_interleave(shift, lengths, output_size=rows)
 
-    arriving = (counts.flatten().cumsum(0) - counts.flatten()).view(ranks, here)
-    ordered = (turned.cumsum(0) - turned).view(here, ranks)
-    numbers = torch.repeat_interleave(run // ranks, turned, output_size=rows)
-    order, inverse = moved(turned, arriving.t().flatten()), moved(counts.flatten(), ordered.t().flatten())
+    arriving = (counts.flatten().cumsum(0) - counts.flatten()).view(ranks, local)
+    ordered = (by_expert.cumsum(0) - by_expert).view(local, ranks)
+    numbers = torch.repeat_interleave(run // ranks, by_expert, output_size=rows)
+    order, inverse = moved(by_expert, arriving.t().flatten()), moved(counts.flatten(), ordered.t().flatten())
     return numbers, order, inverse, counts.sum(0).cumsum(0).int()
 
 
@@ -161,10 +161,10 @@ def _(ends: Tensor, ranks: int, group: str, layer: Tensor) -> tuple[Tensor, Tens
 
 @torch.library.custom_op("optrush::expert_send", mutates_args=())
 def send(x: Tensor, order: Tensor, inverse: Tensor, sizes: Tensor, group: str) -> Tensor:
-    """x (S, C) in the order of all experts -> (M, C), the rows for the experts here in their order."""
-    there, here = sizes.tolist()
+    """Send x (S, C), in the order of all experts; return (M, C), the rows of the local experts in their order."""
+    sent, received = sizes.tolist()
     out = x.new_empty(len(order), x.shape[1])
-    dist.all_to_all_single(out, x.contiguous(), here, there, group=_group(group))
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=_group(group))
     return out[order]
 
 
@@ -180,13 +180,13 @@ def send_back(
     """Invert `send`: y (M, C) -> (rows, C), in the order of all experts on the rank that sent them.
 
     Args:
-        ends: the result is read by no saved value, so that a pass that runs again makes zeros of it.
+        ends: no saved tensor depends on the result, so a recomputation returns zeros.
     """
     if ends and _runs_again():
         return y.new_zeros(rows, y.shape[1])
-    there, here = sizes.tolist()
+    sent, received = sizes.tolist()
     out = y.new_empty(rows, y.shape[1])
-    dist.all_to_all_single(out, y[inverse], there, here, group=_group(group))
+    dist.all_to_all_single(out, y[inverse], sent, received, group=_group(group))
     return out
 
 

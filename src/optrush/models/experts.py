@@ -1,23 +1,22 @@
 """Route each token to a few of many experts, and run each expert on its tokens.
 
-    route       the published routers: which experts a token takes, and with what weights; in float32
-    Experts     the module that takes the place of a dense feed-forward part
-    grouped_matmul  the product of each group of rows with its own matrix
+    route       the published routers: a token's experts and their weights, in float32
+    Experts     the module that replaces a dense feed-forward part
+    grouped_matmul  the matmul of each group of rows with its matrix
 
-Rows are sorted by expert, so that each product is one matrix by one run of rows. Sorting and its inverse are
-permutations with exact gradients: no sum depends on the order in which a device adds. The weight of an expert
-multiplies what enters its down product, F values instead of D, and a bias that follows; in Llama 4 what enters the
-expert.
+Rows are sorted by expert, so that each matmul is one matrix by one run of rows. Sorting and its inverse are
+permutations with exact gradients: no sum depends on a device's order of additions. The weight of an expert multiplies
+the input of its down matmul (F values instead of D) and a bias after it; in Llama 4 the expert's input.
 
-Isolation. A token's result depends on that token alone: on the CPU every product has a multiple of `TILE` rows, so that
-the number of other tokens at an expert changes no bit of it.
+Isolation. A token's result depends only on that token: on the CPU every matmul has a multiple of `TILE` rows, so that
+the number of other tokens at an expert does not change a bit of it.
 
-Source: Shazeer et al. 2017 (arXiv:1701.06538); the load-balancing loss is Fedus et al. 2021 (arXiv:2101.03961), as
-transformers computes it over all layers at once.
-Differs from transformers: router logits are float32 where products are narrower, and so are weights and their sums; the
-loss leaves out padding.
+Source: Shazeer et al. 2017 (arXiv:1701.06538); the load-balancing loss is Fedus et al. 2021 (arXiv:2101.03961), over
+    all layers at once like transformers.
+Differs from transformers: router logits, weights and their sums are float32 also with narrower matmuls; the loss
+ignores padding.
 
-Legend: S tokens, N experts, k of a token, F their feed-forward width.
+Legend: S tokens, N experts, k experts per token, F their feed-forward width.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ if TYPE_CHECKING:
     from optrush.peft.experts import ExpertsLora
     from optrush.peft.quantized import QuantizedLinear
 
-TILE = 16  # rows; with fewer, a library may take another kernel for a product, which rounds differently
+TILE = 16  # rows; with fewer, a library may use another kernel, which rounds differently
 
-# --- the grouped product
+# --- the grouped matmul
 
 
 @torch.library.custom_op("optrush::grouped_matmul", mutates_args=())
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x (rows, C) in groups, weight (N, C, R), ends (N,) int32 of the groups -> (rows, R).
 
-    On CUDA in bfloat16 torch's grouped product, to which `ends` stays on the device. Else one product a group, which
-    reads `ends` on the host.
+    On CUDA in bfloat16 torch's grouped matmul, which reads `ends` on the device. Otherwise one matmul per group, and
+    the host reads `ends`.
     """
     if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
         out: Tensor = torch._grouped_mm(x, weight, offs=ends)
@@ -65,16 +64,16 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("optrush::grouped_matmul_weight", mutates_args=())
 def _weight_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    """x (rows, C), gradient (rows, R) of the product -> gradient of the weight (N, C, R)."""
+    """x (rows, C), gradient (rows, R) of the output -> gradient of the weight (N, C, R)."""
     if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
         out: Tensor = torch._grouped_mm(x.t(), grad, offs=ends)
         return out
-    found, first = x.new_zeros(len(ends), x.shape[1], grad.shape[1]), 0
+    gradient, first = x.new_zeros(len(ends), x.shape[1], grad.shape[1]), 0
     for group, last in enumerate(ends.tolist()):
         if last > first:
-            found[group] = x[first:last].t() @ grad[first:last]
+            gradient[group] = x[first:last].t() @ grad[first:last]
         first = last
-    return found
+    return gradient
 
 
 @_weight_gradient.register_fake
@@ -83,7 +82,7 @@ def _(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
 
 
 def _group_by_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Compute the reference of `grouped_matmul`: plain products of groups padded to whole tiles."""
+    """Compute the reference of `grouped_matmul`: plain matmuls of groups padded to full tiles."""
     out, first = x.new_empty(x.shape[0], weight.shape[2]), 0
     for group, last in enumerate(ends.tolist()):
         if last > first:
@@ -95,7 +94,7 @@ def _group_by_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, ends = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)  # a frozen weight reads no input
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)  # not needed for a frozen weight
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -104,25 +103,25 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     d_x = grouped_matmul(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return d_x, None, None
-    # In the weight's own order: autograd would copy another one's, 1.2 GB a layer of 30B-A3B.
-    turned = weight.stride(2) > weight.stride(1)
-    return d_x, _weight_gradient(grad, x, ends).mT if turned else _weight_gradient(x, grad, ends), None
+    # In the weight's memory layout: autograd would copy any other, 1.2 GB per layer of 30B-A3B.
+    transposed = weight.stride(2) > weight.stride(1)
+    return d_x, _weight_gradient(grad, x, ends).mT if transposed else _weight_gradient(x, grad, ends), None
 
 
 grouped_matmul.register_autograd(_gradients, setup_context=_keep)
 
 Grouped = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""As `grouped_matmul`."""
+"""Signature of `grouped_matmul`."""
 
 
-# --- which experts a token takes
+# --- routing
 
 
 def route(logits: Tensor, e: ExpertsShape) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weights (S, k) and numbers (S, k) of each token's experts, and all probabilities (S, N).
 
-    With groups of experts, those of the groups with the highest single probabilities (DeepSeek-V2, arXiv:2405.04434,
-    section 2.2.2).
+    With groups of experts, only groups with the highest single probabilities are eligible (DeepSeek-V2,
+    arXiv:2405.04434, section 2.2.2).
 
     Args:
         logits: (S, N) float32.
@@ -139,7 +138,7 @@ def route(logits: Tensor, e: ExpertsShape) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _of_groups(grouped: Tensor, scores: Tensor, active: int, other: float) -> Tensor:
-    """Return choices (S, N) of (S, groups, N / groups): outside of the groups with the highest scores the other."""
+    """Return choices (S, N) of (S, groups, N / groups): `other` outside the groups with the highest scores."""
     best = scores.topk(active, dim=-1)[1]
     kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
     return grouped.masked_fill(~kept[..., None], other).flatten(1)
@@ -148,8 +147,8 @@ def _of_groups(grouped: Tensor, scores: Tensor, active: int, other: float) -> Te
 def route_by_sigmoid(logits: Tensor, correction: Tensor, e: ExpertsShape) -> tuple[Tensor, Tensor, Tensor]:
     """Return like `route`, with sigmoid scores and a per-expert bias that corrects the choice, not the weights.
 
-    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; experts of the groups with the highest two scores in sum.
-    The probabilities are the scores as parts of their sum.
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; eligible groups have the highest sums of their two best
+        scores. The probabilities are the scores divided by their sum.
     """
     scores = logits.sigmoid()
     choice = scores.detach() + correction
@@ -166,7 +165,7 @@ def route_by_sigmoid(logits: Tensor, correction: Tensor, e: ExpertsShape) -> tup
 def route_by_logits(logits: Tensor, e: ExpertsShape) -> tuple[Tensor, Tensor, Tensor]:
     """Return like `route`, with the sigmoids of the highest logits as weights (Llama 4).
 
-    The choice is by logits, for sigmoids of large ones are equal.
+    Chosen by logits, since sigmoids of large logits are equal.
     """
     highest, chosen = torch.topk(logits, e.active, dim=-1)
     scores = logits.sigmoid()
@@ -174,7 +173,7 @@ def route_by_logits(logits: Tensor, e: ExpertsShape) -> tuple[Tensor, Tensor, Te
 
 
 class _Scatter(torch.autograd.Function):
-    """Rows of the tokens in the order of their experts: x (S, D) -> (S k, D)."""
+    """Copy tokens to rows in the order of their experts: x (S, D) -> (S k, D)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
@@ -189,7 +188,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The sums of the k rows of each token, out of the order of their experts: y (S k, D) -> (S, D)."""
+    """Sum the k rows of each token, from the order of their experts: y (S k, D) -> (S, D)."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
@@ -209,13 +208,13 @@ def _sums(y: Tensor, inverse: Tensor, k: int) -> Tensor:
 
 
 def gate_pairs(pairs: Tensor) -> Tensor:
-    """pairs (rows, 2 F), gate and up in turn -> silu(gate) * up (rows, F)."""
+    """pairs (rows, 2 F), gate and up alternating -> silu(gate) * up (rows, F)."""
     gate, up = pairs.view(*pairs.shape[:-1], pairs.shape[-1] // 2, 2).unbind(-1)
     return F.silu(gate) * up
 
 
 def gelu_pairs(pairs: Tensor) -> Tensor:
-    """pairs (rows, 2 F), gate and up in turn -> gelu(gate) * up (rows, F), approximated by tanh."""
+    """pairs (rows, 2 F), gate and up alternating -> gelu(gate) * up (rows, F), approximated by tanh."""
     gate, up = pairs.view(*pairs.shape[:-1], pairs.shape[-1] // 2, 2).unbind(-1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -228,7 +227,7 @@ def gate_clamped_pairs(gain: float, limit: float, pairs: Tensor) -> Tensor:
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a bias (N, R) by the number of an expert (rows,), whose gradient is a product: a fixed order of sums."""
+    """Select rows of a bias (N, R) by expert (rows,); the gradient is a matmul: a fixed order of sums."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, numbers: Tensor) -> Tensor:
@@ -241,15 +240,15 @@ class _Rows(torch.autograd.Function):
         (numbers,) = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None
-        each = F.one_hot(numbers, ctx.count).to(incoming[0].dtype)
-        return each.t() @ incoming[0], None
+        one_hot = F.one_hot(numbers, ctx.count).to(incoming[0].dtype)
+        return one_hot.t() @ incoming[0], None
 
 
 class StackedMatrices(nn.Module):
-    """The matrices of a layer's experts, one parameter of each kind in `sizes`, or their quantized form.
+    """The matrices of a layer's experts, one parameter per kind in `sizes`, or their quantized form.
 
-    Quantized weights replace the parameters, which are None then. Slots: `grouped`, the product of groups of rows,
-    adapters and quantized weights too; `piece`, of a parameter what this rank has.
+    Quantized weights replace the parameters, which are then None. Slots: `grouped`, the matmul of groups of rows, also
+    for adapters and quantized weights; `piece`, this rank's part of a parameter.
     """
 
     adapter: ExpertsLora | None
@@ -257,7 +256,7 @@ class StackedMatrices(nn.Module):
     sizes: Mapping[str, tuple[int, int, int]]  # (N, rows, width), or if transposed (N, width, rows)
     transposed = False
     count: int  # N
-    active: int  # k, of a token; 0: no token was routed yet
+    active: int  # k, per token; 0: no token was routed yet
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,15 +285,15 @@ class StackedMatrices(nn.Module):
         return y if self.adapter is None else self.adapter.added(kind, y, x, ends, self.piece, self.grouped)
 
     def _rows(self, bias: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        found: Tensor = _Rows.apply(self.piece(bias).to(dtype), numbers)  # type: ignore[no-untyped-call]
-        return found
+        rows: Tensor = _Rows.apply(self.piece(bias).to(dtype), numbers)  # type: ignore[no-untyped-call]
+        return rows
 
 
 class Experts(StackedMatrices):
     """Routed experts: the sum of `down(weight * silu(gate) * up)` over a token's experts, in some families with biases.
 
-    Rows of gate and up alternate, as in the dense part. Slots: `feed`, from tokens and their experts to sums; that
-    calls `dispatch`, who multiplies rows by their experts; that `activation`, pairs (rows, 2 F) -> (rows, F).
+    Rows of gate and up alternate, like in the dense part. Slots: `feed`, from tokens and their experts to sums; it
+    calls `dispatch`, which multiplies rows by their experts; `activation`, pairs (rows, 2 F) -> (rows, F).
     """
 
     uncast = ("correction",)
@@ -303,7 +302,7 @@ class Experts(StackedMatrices):
     router_bias: nn.Parameter | None  # (N,)
     gate_up_bias: nn.Parameter | None  # (N, 2 F)
     down_bias: nn.Parameter | None  # (N, D)
-    number: Tensor  # () int64 of this layer, on the host: for a dispatch that remembers
+    number: Tensor  # () int64, the layer's number, on the host: for a stateful dispatch
 
     def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -321,7 +320,7 @@ class Experts(StackedMatrices):
         self.eps, beside = shape.norm_eps, e.beside
         self.router_scale = nn.Parameter(torch.empty(shape.width, **at)) if beside else None
         self.expert_scale = nn.Parameter(torch.empty(e.count, **at)) if beside else None
-        # Not trained by gradients, and float32 whatever the weights are.
+        # Not trained by gradients, and always float32.
         fixed = torch.empty(e.count, device=device, dtype=torch.float32) if e.sigmoid else None
         self.correction = None if fixed is None else nn.Parameter(fixed, requires_grad=False)
         clamped = None if e.clamp is None else partial(gate_clamped_pairs, *e.clamp)
@@ -330,10 +329,10 @@ class Experts(StackedMatrices):
         self.dispatch: Dispatch = multiply_here
 
     def forward(self, h: Tensor, filled: Tensor | None, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """h (B, T, D), filled (B, T) bool -> (B, T, D), and over the filled tokens (2, N) float32: how many an expert
-        has, and the sum of its probabilities.
+        """h (B, T, D), filled (B, T) bool -> (B, T, D), and (2, N) float32 over the filled tokens: each expert's
+        number of tokens, and sum of probabilities.
 
-        stream: (B, T, D), what the router reads in place of h, by a norm of its own.
+        stream: (B, T, D), the router's input instead of h, with its own norm.
         """
         e, x, dtype = self.shape, h.flatten(0, 1), compute_dtype(h)
         with torch.autocast(h.device.type, enabled=False):
@@ -348,13 +347,13 @@ class Experts(StackedMatrices):
                 weights, chosen, probabilities = (route_by_logits if e.scaled_input else route)(logits, e)
             weights = weights if self.expert_scale is None else weights * widen(self.expert_scale)[chosen]
             out = self.feed(self, x.to(dtype), weights, places_of(chosen, e.count))
-            # A part of the graph that no backward pass goes through would keep what recomputation made for it.
+            # Probabilities without a backward pass would keep the tensors that recomputation creates for them.
             probabilities = probabilities if e.balance else probabilities.detach()
             return out.view(h.shape), _load(chosen, probabilities, filled)
 
     def multiply(self, rows: Tensor, weight: Tensor, ordered: Tensor, ends: Tensor) -> Tensor:
         """Run rows (S, D) through the local experts; see `Dispatch`."""
-        if self.shape.scaled_input:  # and no expert has a bias
+        if self.shape.scaled_input:  # here, no expert has a bias
             product = self.activation(self._product("gate_up", (rows * weight).to(rows.dtype), ends))
             return self._product("down", product.to(rows.dtype), ends)
         pairs = self._product("gate_up", rows, ends)
@@ -369,14 +368,14 @@ class Experts(StackedMatrices):
 class Places(NamedTuple):
     """The places of S tokens in the order of their experts, k rows each."""
 
-    order: Tensor  # (S k,) of each row, its place among all tokens' choices: token * k + choice
-    inverse: Tensor  # (S k,) of each choice, its row
+    order: Tensor  # (S k,) by row, its index among all tokens' choices: token * k + choice
+    inverse: Tensor  # (S k,) by choice, its row
     ordered: Tensor  # (S k,) numbers of the rows' experts
     ends: Tensor  # (N,) int32 of the experts' rows
 
 
 def places_of(chosen: Tensor, count: int) -> Places:
-    """Return the places of tokens whose experts are `chosen` (S, k), of `count`."""
+    """Return the places of tokens with the experts `chosen` (S, k), out of `count`."""
     ordered, order = torch.sort(chosen.flatten(), stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     numbers = torch.arange(count, device=order.device)
@@ -388,7 +387,7 @@ Feed = Callable[[Experts, Tensor, Tensor, Places], Tensor]
 
 
 def feed_sorted(experts: Experts, x: Tensor, weights: Tensor, places: Places) -> Tensor:
-    """The default of the `feed` slot: rows are copied to the order of their experts, multiplied, and summed."""
+    """The default of the `feed` slot: copy rows to the order of their experts, multiply, and sum."""
     order, inverse, ordered, ends = places
     k = weights.shape[1]
     rows: Tensor = _Scatter.apply(x, order, inverse, k)  # type: ignore[no-untyped-call]
@@ -398,12 +397,12 @@ def feed_sorted(experts: Experts, x: Tensor, weights: Tensor, places: Places) ->
 
 
 Dispatch = Callable[[Experts, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(experts, rows (S, D) in the order of their experts, weights (S, 1) float32 of their products, numbers (S,) of the
+"""(experts, rows (S, D) in the order of their experts, float32 weights (S, 1) of their outputs, numbers (S,) of the
 experts, ends (N,) int32 of their rows) -> (S, D)"""
 
 
 def multiply_here(experts: Experts, rows: Tensor, weight: Tensor, ordered: Tensor, ends: Tensor) -> Tensor:
-    """The default of the `dispatch` slot: every expert is here."""
+    """The default of the `dispatch` slot: every expert is on this rank."""
     return experts.multiply(rows, weight, ordered, ends)
 
 
@@ -415,9 +414,9 @@ def whole(parameter: Tensor) -> Tensor:
 class TheirExperts(StackedMatrices):
     """The experts of one layer of a transformers model; replaces the original module.
 
-    Parameters keep their names and layout, the router, the activation and a norm behind each expert are the model's
-    own. The products are `grouped_matmul`, which on the CPU keeps a token's result from depending on other tokens, and
-    of frozen matrices saves no input; it is never a matrix for each row, as transformers' `batched_mm` has.
+    Parameters keep their names and layout; router, activation and a norm after each expert are the model's own. The
+    matmuls are `grouped_matmul`: on the CPU a token's result does not depend on other tokens, and frozen matrices save
+    no input; unlike transformers' `batched_mm` it never copies a matrix per row.
     """
 
     def __init__(self, theirs: Any) -> None:
@@ -425,14 +424,14 @@ class TheirExperts(StackedMatrices):
         self.theirs = (theirs,)  # for its activation; no child
         self.kinds = ("gate_up_proj" if theirs.has_gate else "up_proj", "down_proj")
         self.transposed, self.active = theirs.is_transposed, 0
-        self._parameters, theirs._parameters = theirs._parameters, {}  # else `theirs` would keep values in memory
+        self._parameters, theirs._parameters = theirs._parameters, {}  # otherwise `theirs` would keep values in memory
         self._buffers.update(theirs._buffers)
         self._modules.update(theirs._modules)
         self.sizes = {kind: cast("tuple[int, int, int]", tuple(self.get_parameter(kind).shape)) for kind in self.kinds}
         self.count = self.num_experts = self.sizes["down_proj"][0]
 
     def is_pair(self, width: int) -> bool:
-        """Return whether an expert is (2 F, D) and (D, F) of this width D."""
+        """Return whether an expert is (2 F, D) and (D, F) for this width D."""
         first, (_, rows, inner) = self.sizes[self.kinds[0]], self.sizes["down_proj"]
         return not self.transposed and first[1:] == (2 * inner, width) and rows == width
 
@@ -461,30 +460,30 @@ class TheirExperts(StackedMatrices):
 
 
 def take_experts(model: nn.Module) -> int:
-    """Put `TheirExperts` in the place of every module with transformers' interface; return the number of layers."""
-    found = [(name, m) for name, m in model.named_modules() if hasattr(m, "has_post_expert_norm")]
-    for name, module in found:
+    """Replace every module with transformers' experts interface by `TheirExperts`; return the number of layers."""
+    layers = [(name, m) for name, m in model.named_modules() if hasattr(m, "has_post_expert_norm")]
+    for name, module in layers:
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, TheirExperts(module))
-    return len(found)
+    return len(layers)
 
 
 def _load(chosen: Tensor, probabilities: Tensor, filled: Tensor | None) -> Tensor:
-    """Return (2, N) float32 over the filled tokens: the number of tokens at each expert, its sum of probabilities."""
+    """Return (2, N) float32 over the filled tokens: each expert's number of tokens, and sum of probabilities."""
     S, k = chosen.shape
-    here = probabilities.new_ones(S) if filled is None else filled.flatten().to(probabilities.dtype)
+    included = probabilities.new_ones(S) if filled is None else filled.flatten().to(probabilities.dtype)
     counts = probabilities.new_zeros(probabilities.shape[1])
-    counts = counts.scatter_add(0, chosen.flatten(), here[:, None].expand(S, k).flatten())
-    return torch.stack((counts, here @ probabilities))
+    counts = counts.scatter_add(0, chosen.flatten(), included[:, None].expand(S, k).flatten())
+    return torch.stack((counts, included @ probabilities))
 
 
 # --- balance
 
 
 def balance_loss(load: Tensor, active: int) -> Tensor:
-    """Return the load-balancing loss () of the loads (L, 2, N) of all layers: k if the load is balanced.
+    """Return the load-balancing loss () for the loads (L, 2, N) of all layers: k if the load is balanced.
 
-    N times the sum over experts of the share of tokens that an expert has and its mean probability.
+    N times the sum over experts of an expert's share of tokens times its mean probability.
     """
     counts, probabilities = load.sum(0).unbind()
     tokens = (counts.sum() / active).clamp_min(1.0)  # of all layers
@@ -493,7 +492,7 @@ def balance_loss(load: Tensor, active: int) -> Tensor:
 
 def load_figures(load: Tensor) -> dict[str, Tensor]:
     """Return metrics of the loads (L, 2, N), means over the layers: the share of the busiest expert, and the entropy of
-    the shares as a part of the largest (1: all experts have as many tokens)."""
+    the shares relative to the largest (1: all experts have equally many tokens)."""
     shares = load[:, 0] / load[:, 0].sum(-1, keepdim=True).clamp_min(1.0)
     entropy = torch.special.entr(shares).sum(-1).mean() / math.log(max(2, load.shape[2]))
     return dict(zip(LOAD_FIGURES, (shares.amax(-1).mean(), entropy), strict=True))

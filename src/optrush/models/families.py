@@ -1,10 +1,10 @@
 """Define our decoder's families: the meaning of config.json keys and the names of tensors. Pure Python.
 
-A family whose blocks have no new part is one entry of `FAMILIES`: `ModelShape.read`, the refusals, the names of tensors
-and exports read it here, and nowhere else is a family known by its name.
+A family without new block parts is one entry of `FAMILIES`: `ModelShape.read`, checks, tensor names and exports read
+it. No other code knows a family by its name.
 
-A switch is on, off, or the key of config.json that decides. A key of `defaults` is one that config.json may leave out,
-with the value of transformers' configuration class (versions 5.17 to 5.23).
+A switch is on, off, or the deciding key of config.json. `defaults` has the keys that config.json may omit, with the
+values of transformers' configuration class (versions 5.17 to 5.23).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Switch = bool | str
-Values = Mapping[str, tuple[Any, ...]]  # of keys of config.json, what each may be
+Values = Mapping[str, tuple[Any, ...]]  # keys of config.json, with their allowed values
 ROPE_KINDS = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
 FOREIGN_ROPE_KINDS = ("proportional",)  # computed by transformers only
-# Keys of a nested configuration without which the defaults of its class would decide, and each class has its own.
+# Keys required in a nested configuration: each class has other defaults for them.
 NEEDED = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "rms_norm_eps",
 )  # fmt: skip
-# What files call the parts of a layer; {mlp} is the module of the dense feed-forward part, or of shared experts.
+# Names of a layer's parts in files; {mlp} is the module of the dense feed-forward part, or of shared experts.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "norm1": ("input_layernorm",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -36,7 +36,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
     "o": ("self_attn.o_proj",),
-    "sinks": ("self_attn",),  # whose own parameter it is
+    "sinks": ("self_attn",),  # a parameter of the module itself
     "input_gate": ("per_layer_input_gate",),
     "input_out": ("per_layer_projection",),
     "dense_leaving": ("post_feedforward_layernorm_1",),
@@ -50,15 +50,15 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "down": ("{mlp}.down_proj",),
     "shared_gate": ("mlp.shared_expert_gate",),
 }
-# Of blocks with a norm before and after each part, and of those with norms after the parts only.
+# For blocks with a norm before and after each part, and for blocks with norms only after the parts.
 AROUND = {
     **NAMES, "norm2": ("pre_feedforward_layernorm",),
     "leaving1": ("post_attention_layernorm",), "leaving2": ("post_feedforward_layernorm",),
 }  # fmt: skip
-LAYER_INPUTS = {  # of the whole model
+LAYER_INPUTS = {  # per model
     "embedding": "embed_tokens_per_layer", "project": "per_layer_model_projection", "norm": "per_layer_projection_norm",
 }  # fmt: skip
-JOINED = {**NAMES, "qkv": ("self_attn.qkv_proj",), "gate_up": ("{mlp}.gate_up_proj",)}  # rows of a piece below the last
+JOINED = {**NAMES, "qkv": ("self_attn.qkv_proj",), "gate_up": ("{mlp}.gate_up_proj",)}  # pieces are stacked rows
 AFTER = {**NAMES, "norm1": ("post_attention_layernorm",), "norm2": ("post_feedforward_layernorm",)}
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh",)
 
@@ -67,30 +67,30 @@ SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh",)
 class ExpertsSpec:
     """The routed experts of a family.
 
-    Files have one tensor of each kind for all experts of a layer, or three for each expert in `apart`: the module, and
-    the names of gate, up and down.
+    Files have one tensor per kind for all experts of a layer, or three per expert, named by `apart`: the module, and
+    gate, up and down.
     """
 
-    router: Literal["softmax", "sigmoid", "logits"] = "softmax"  # what scores experts
+    router: Literal["softmax", "sigmoid", "logits"] = "softmax"  # the scoring function
     width: str = "moe_intermediate_size"  # the key of an expert's feed-forward width
     step: str = "decoder_sparse_step"  # the key of the distance between layers with experts
     listed: str = ""  # the key that lists those layers
     biases: bool = False
-    shared_gate: bool = False  # what every token passes is gated by a sigmoid
-    shared_name: str = "shared_experts"  # the module of what every token passes
+    shared_gate: bool = False  # the shared experts are gated by a sigmoid
+    shared_name: str = "shared_experts"  # the module of the shared experts
     router_name: str = "gate"
     apart: tuple[str, str, str, str] | None = ("mlp", "gate_proj", "up_proj", "down_proj")
     transposed: bool = False  # a tensor of all experts is (N, width, rows)
-    interleaved: bool = False  # rows of gate and up alternate in it, as here
-    beside: bool = False  # experts and router are modules of the layer, and both they and a dense part have norms
-    switch: str = ""  # the key that switches experts on; empty: they are on
-    active: str = "num_experts_per_tok"  # the key of the number of a token's experts
-    untold: bool = False  # transformers' class does not say that it is transposed, so PEFT swaps A and B
+    interleaved: bool = False  # rows of gate and up alternate, like here
+    beside: bool = False  # experts and router are modules of the layer; they and a dense part have separate norms
+    switch: str = ""  # the key that switches experts on; empty: always on
+    active: str = "num_experts_per_tok"  # the key of the number of experts per token
+    untold: bool = False  # transformers' class does not declare it transposed, so PEFT swaps A and B
 
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """One family of our own decoder."""
+    """A family of our own decoder."""
 
     architecture: str  # transformers' class
     defaults: Mapping[str, Any]
@@ -106,42 +106,42 @@ class FamilySpec:
     norm_eps: str = "rms_norm_eps"  # the key of its epsilon
     softcap: bool = False  # logits may be bounded by `final_logit_softcapping`
     score_cap: bool = False  # scores of attention may be bounded by `attn_logit_softcapping`
-    gateless: bool = False  # the feed-forward part has no gate: its activation is of what would be gated
-    activation: tuple[str, ...] = SILU  # of the gate, by the names that config.json may give it
+    gateless: bool = False  # no gate in the feed-forward part: the activation applies to `up`
+    activation: tuple[str, ...] = SILU  # of the gate, by its possible names in config.json
     multipliers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    """What multiplies the embedding, the scores in place of E^-0.5, what a part adds, and the logits: a key of
-    config.json, to a power."""
+    """Factors of the embedding, the scores (instead of E^-0.5), a part's output, and the logits: a key of config.json,
+    raised to a power."""
     gated: bool = False  # attention's output is gated
-    sinks: bool = False  # a learnt logit for each head, to no token
+    sinks: bool = False  # a learned logit per head, for no token
     partial_rotary: bool = False  # a part of each head is rotated
     pairs: bool = False  # rotated values are neighbouring pairs, not half a head apart
     rope_kinds: tuple[str, ...] = ROPE_KINDS
-    rope_renamed: Mapping[str, str] = field(default_factory=dict)  # types by the names of earlier files
+    rope_renamed: Mapping[str, str] = field(default_factory=dict)  # current types by their earlier names
     window: Literal["none", "all", "switched", "upper", "alternate", "pattern"] = "none"
-    """Which layers have the sliding window: all; all if `use_sliding_window`; then those of `layer_types`, or from
-    `max_window_layers` on; those of `layer_types`, or every other one from the first on, or all but each n-th one, the
+    """The layers with the sliding window: all; all if `use_sliding_window`; then those of `layer_types`, or from
+    `max_window_layers` on; those of `layer_types`, or every other one from the first on, or all but every n-th one, the
     `sliding_window_pattern`."""
-    local_rope: bool = False  # layers with a window have a rotary embedding of their own
+    local_rope: bool = False  # layers with a window have a separate rotary embedding
     unrotated: Literal["none", "listed", "full", "unwindowed"] = "none"
-    """Which layers have no rotary embedding: those with a 0 in `no_rope_layers`, else each `no_rope_layer_interval`-th;
-    those without a window, where others have one; all those without a window."""
+    """The layers without rotary embedding: those with a 0 in `no_rope_layers`, else every `no_rope_layer_interval`-th;
+    those without a window, if other layers have one; all those without a window."""
     latent: bool = False  # keys and values come from a latent
     interleaved: Switch = "rope_interleave"  # rotated values of latent attention are neighbouring pairs
     by_layer: bool = False  # heads, keys and values and feed-forward parts differ between layers (`ByLayer`)
     value_norm: bool = False  # values pass a norm without weights
-    layer_scalar: bool = False  # a constant of each block's file multiplies what leaves it
-    delta: bool = False  # layers of a delta rule
-    by_key_head: bool = False  # whose first products have the rows of a key head at a time
+    layer_scalar: bool = False  # a constant per block multiplies its output
+    delta: bool = False  # it has delta-rule layers
+    by_key_head: bool = False  # their first linears' rows are grouped by key head
     chunks: bool = False  # layers that attend within chunks, and layers without rotary embedding
     experts: ExpertsSpec | None = None
     ff_width: str = "intermediate_size"  # the key of the feed-forward width of dense layers
-    feed_forward: str = "mlp"  # the module of it
+    feed_forward: str = "mlp"  # the module of that part
     names: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: NAMES)
-    mxfp4: bool = False  # experts are published in 4 bits, which bfloat16 has exactly
-    later_layers: bool = False  # files may have layers that predict further tokens
-    # Keys that published code reads and transformers does not, or the other way round: the values on which both agree.
+    mxfp4: bool = False  # experts are published in 4 bits, exact in bfloat16
+    later_layers: bool = False  # files may have multi-token prediction layers
+    # Keys read either by published code or by transformers only: the values for which both agree.
     agreed: Values = field(default_factory=dict)
-    nested: tuple[str, ...] = NEEDED  # keys that a model of images must give for its language model
+    nested: tuple[str, ...] = NEEDED  # required keys for the language model of a multimodal model
     gguf: str = ""  # the architecture in GGUF files; empty: none are written
     gguf_pairs: bool = False  # rotated values are neighbouring pairs there
     gguf_biases: bool = True  # its linears may have biases there
@@ -149,12 +149,12 @@ class FamilySpec:
 
     def experts_in(self, layer: str) -> str:
         """Return the module with a layer's experts and router."""
-        own = self.experts is not None and self.experts.beside
-        return layer if own else f"{layer}.{self.feed_forward}"
+        beside = self.experts is not None and self.experts.beside
+        return layer if beside else f"{layer}.{self.feed_forward}"
 
     @property
     def other_layers(self) -> str:
-        """The type of layers besides full attention."""
+        """The type of layers that do not have full attention."""
         return "linear_attention" if self.delta else "chunked_attention" if self.chunks else "sliding_attention"
 
 
@@ -226,7 +226,7 @@ _GEMMA4 = FamilySpec(
         },
     },
     **_BIASED, activation=GELU, qk_norm=True, value_norm=True, norms="around", names=AROUND, window="pattern",
-    multipliers={"embedding": ("hidden_size", 0.5), "scores": ("hidden_size", 0)},  # E^-0.5 is in no score
+    multipliers={"embedding": ("hidden_size", 0.5), "scores": ("hidden_size", 0)},  # scores have no factor E^-0.5
     local_rope=True, rope_kinds=(*ROPE_KINDS, *FOREIGN_ROPE_KINDS), softcap=True, by_layer=True, layer_scalar=True,
     nested=(),
     agreed={"hidden_activation": GELU, "use_bidirectional_attention": ("vision",)}, experts=ExpertsSpec(
@@ -493,7 +493,7 @@ FAMILIES: dict[str, FamilySpec] = {
             "floor_scale": 8192, "attn_scale": 0.1, "use_qk_norm": True, "n_shared_experts": 1,
         },
         **_BIASED, chunks=True, pairs=True, ff_width="intermediate_size_mlp", feed_forward="feed_forward", nested=(),
-        rope_kinds=("default", "linear", "llama3", "dynamic"),  # others scale what the norms of queries and keys get
+        rope_kinds=("default", "linear", "llama3", "dynamic"),  # the others scale the inputs of query and key norms
         experts=ExpertsSpec(
             "logits", width="intermediate_size", step="interleave_moe_layer_step", listed="moe_layers",
             shared_name="shared_expert", router_name="router", apart=None, transposed=True, untold=True,
@@ -501,7 +501,7 @@ FAMILIES: dict[str, FamilySpec] = {
     ),
 }  # fmt: skip
 MIXTURES = tuple(name for name, spec in FAMILIES.items() if spec.experts is not None)
-# As `limits`, of every family.
+# Like `limits`, for every family.
 PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("attention_dropout", (None, 0), "which our decoder does not have"),
     ("clip_qkv", (None, 0), "which our decoder does not have"),
@@ -512,7 +512,7 @@ PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 def limits(family: str) -> Iterator[tuple[str, tuple[Any, ...], str]]:
     """Yield keys of a family's config.json, the values that our decoder supports, and its alternative.
 
-    A key that is left out is always fine.
+    A missing key is always supported.
     """
     yield from PLAIN
     if "hidden_act" not in FAMILIES[family].agreed:
@@ -522,14 +522,14 @@ def limits(family: str) -> Iterator[tuple[str, tuple[Any, ...], str]]:
         yield key, (None, *agreed), f"where our decoder has {' or '.join(map(repr, agreed))} in a {family} model"
 
 
-# Language models whose documents meet in a row: transformers passes no borders of documents to a recurrent state, to a
-# convolution, or to a bias or embedding by place. They train on rows of one document.
+# Language models that mix a row's documents: transformers does not pass document boundaries to a recurrent state, a
+# convolution, or a positional bias or embedding. They train on rows of one document.
 UNSEPARATED = frozenset({
     "afmoe", "bailing_hybrid", "bamba", "biogpt", "bloom", "falcon", "falcon_h1", "falcon_mamba", "granitemoehybrid",
     "inkling2_text", "inkling_text", "jamba", "kimi_linear", "mamba", "mamba2", "minimax", "mpt", "nemotron_h",
     "olmo_hybrid", "openai-gpt", "opt", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xglm", "xlstm", "zaya", "zamba2",
 })  # fmt: skip
-# Models of images and text whose language model our own decoder has: transformers' class.
+# Multimodal models whose language model runs in our decoder: transformers' class.
 MULTIMODAL = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
@@ -553,24 +553,24 @@ MULTIMODAL = {
 class TowerSpec:
     """A base's image preparation, tokens and tower."""
 
-    processors: tuple[str, ...]  # how the names of transformers' image processors begin that make its pixels
+    processors: tuple[str, ...]  # name prefixes of transformers' image processors for it
     sizes: Literal["bounded", "one", "longest", "budget"]
-    """Of an image: between two numbers of pixels; one for all; at most so long; the largest of so many placeholders."""
+    """Size of an image: between two pixel counts; fixed; a maximum length; a maximum number of placeholders."""
     towers: tuple[str, ...] = ()  # the model types of its vision_config; empty: any
     frame: Literal["none", "rows", "ids", "text"] = "none"
-    """What is written besides placeholders: a mark behind each row of them; one before and behind; those with empty
-    lines, in the text that the template makes."""
+    """Tokens besides placeholders: a mark after each row of them; one before and one after; those with empty lines, in
+    the template's text."""
     axes: Literal["one", "sections", "in turn"] = "one"
-    """How the pairs of a head are shared by time, height and width, if a token has three positions."""
-    mutual: Literal["none", "windowed", "all"] = "none"  # layers where each placeholder of an image reads all of them
-    merge: str = ""  # the key of the patches of a placeholder in height and width; or of the placeholders of an image
+    """How time, height and width share the pairs of a head, if a token has three positions."""
+    mutual: Literal["none", "windowed", "all"] = "none"  # layers where an image's placeholders read each other
+    merge: str = ""  # key of a placeholder's patches in height and width, or of an image's placeholders
     projector: Literal["own", "linear", "normed", "mlp", "merger"] = "own"
-    """Between tower and language model: inside the tower; one matrix; one behind a norm; two; a merger and two."""
+    """Between tower and language model: inside the tower; one matrix; a norm and one; two; a merger and two."""
 
 
 _QWEN_TOWER = TowerSpec(("Qwen2VLImageProcessor",), "bounded", axes="in turn")
 _PIXTRAL = TowerSpec(("PixtralImageProcessor",), "longest", ("pixtral",), "rows", projector="mlp")
-# Those of them on whose images a run trains; behind a comma the model type of a tower that changes the rest.
+# Of these, the models that train on images; after a comma, the model type of a tower with other settings.
 TOWERS = {
     "qwen2_5_vl": replace(_QWEN_TOWER, axes="sections"),
     "qwen3_vl": _QWEN_TOWER, "qwen3_5": _QWEN_TOWER, "qwen3_5_moe": _QWEN_TOWER,
@@ -589,14 +589,14 @@ TOWERS = {
     "mistral3": replace(_PIXTRAL, merge="spatial_merge_size", projector="merger"),
 }  # fmt: skip
 TOWER_BASES = tuple(kind for kind in TOWERS if "," not in kind)
-# What transformers' classes take for a language model's keys that config.json leaves out, where published bases do.
+# transformers' defaults for language model keys that published multimodal config.json files omit.
 NESTED: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("llava", "llama"): {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     },
 }  # fmt: skip
-# What they take for a tower's keys.
+# transformers' defaults for a tower's keys.
 _SEEN = {"num_channels": 3, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "patch_size": 16}
 VISION: Mapping[str, Mapping[str, Any]] = {
     "clip_vision_model": {**_SEEN, "num_hidden_layers": 12, "image_size": 224, "patch_size": 32},
@@ -608,11 +608,11 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 ARCHITECTURES = {**{name: spec.architecture for name, spec in FAMILIES.items()}, **MULTIMODAL}
-FLAT = ("qwen2_vl", "qwen2_5_vl")  # may have the language model's keys at the top of config.json
-HEAD_INSIDE = ("llama4",)  # whose language model has its head inside, in transformers too
-# Language models that compute, on text, what a family of text computes, and the keys that they do not read: the three
-# positions of a token (time, height, width), by which parts of its head are rotated, are one and the same there. The
-# attention of qwen2's divides the width by the heads.
+FLAT = ("qwen2_vl", "qwen2_5_vl")  # may have the language model's keys at the top level of config.json
+HEAD_INSIDE = ("llama4",)  # the language model includes its head, in transformers too
+# Language models that are equal to a text family on text, and the keys that they do not read: there, the three
+# positions of a token (time, height, width), which rotate parts of its head, are equal. qwen2's head width is the width
+# divided by the heads.
 SAME: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys((*FLAT, "qwen2_vl_text", "qwen2_5_vl_text"), ("qwen2", ("head_dim",))),
     "qwen3_vl_text": ("qwen3", ()),

@@ -1,9 +1,9 @@
 """Rewrite an exported folder with 8-bit float linears in the compressed-tensors format.
 
-A linear's weight W (out, in) is stored as float8_e4m3fn with a scale a row: W = weight * weight_scale. Inputs are
-scaled a token at a time when they are multiplied, as vLLM does it. Kept as they are: embedding, head, norms, routers,
-convolutions, layers of multi-token prediction (`mtp`), and towers of images and audio. Readers take every linear for
-one in 8 bits unless `ignore` lists it, by the files' names (vLLM) or by those of its modules (transformers).
+A linear's weight W (out, in) is stored as float8_e4m3fn with one scale per row: W = weight * weight_scale. Inputs are
+scaled per token at the matmul, like in vLLM. Not changed: embedding, head, norms, routers, convolutions, multi-token
+prediction layers (`mtp`), image and audio towers. Readers expect every linear in 8 bits except those in `ignore`,
+listed by the files' names (vLLM) or the modules' names (transformers).
 
 Source of the layout: https://github.com/vllm-project/compressed-tensors (format `float-quantized`)
 """
@@ -30,35 +30,35 @@ from optrush.models.text_part import is_text, layout, text_config
 from optrush.models.weights import Folder
 
 INDEX = "model.safetensors.index.json"
-LARGEST = 448.0  # of float8_e4m3fn
+LARGEST = 448.0  # the largest float8_e4m3fn
 _LINEAR = re.compile(r".*\.layers\.(\d+)\..+\.weight")
-# Whose choice of experts, or share of them, a rounded score may change.
+# Linears whose rounding could change the choice or weight of experts.
 _ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)$")
 
 
 def write_fp8(folder: Path, to: Path) -> int:
-    """Write a folder of transformers' again with its linears in 8-bit floats; return the number of linears.
+    """Write a copy of a transformers folder with its linears in 8-bit floats; return the number of linears.
 
     Args:
         to: an empty folder.
 
     Raises:
-        NeedsError: experts in one tensor a layer, for which the format has no layout, or no linears.
+        NeedsError: experts in one tensor per layer, for which the format has no layout, or no linears.
     """
     hf, files = read_config_json(folder / "config.json"), Folder(folder).files
     linears, others = _modules(folder, hf)
-    found, layers = layout(files), text_config(hf).get("num_hidden_layers") or math.inf  # behind them, `mtp` layers
+    text_at, layers = layout(files), text_config(hf).get("num_hidden_layers") or math.inf  # `mtp` layers follow
     kept, sizes, places, done = {"lm_head"}, 0, dict[str, str](), set[str]()
     for file in sorted(folder.glob("*.safetensors")):
         written = dict[str, Tensor]()
         with safe_open(regular(file), "pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 - it is no mapping
+            for name in stored.keys():  # noqa: SIM118 - it is not a mapping
                 t = stored.get_tensor(name)
-                module, text = name.removesuffix(".weight"), found is None or is_text(name, found)
+                module, text = name.removesuffix(".weight"), text_at is None or is_text(name, text_at)
                 leaf = module.rpartition(".")[2]
                 if text and ".layers." in name and t.dim() > 2 and "conv" not in leaf:
-                    why = f"{name} has all experts of a layer; the format has no layout for it"
-                    raise NeedsError("`--to fp8`", why, "export with --to hf")
+                    reason = f"{name} has all experts of a layer; the format has no layout for it"
+                    raise NeedsError("`--to fp8`", reason, "export with --to hf")
                 linear = t.dim() == 2 and module != name and module not in others and leaf != "embed_tokens"
                 block = _LINEAR.fullmatch(name) if linear and text else None
                 if block is None or int(block[1]) >= layers or _ROUTER.search(module):
@@ -86,7 +86,7 @@ def write_fp8(folder: Path, to: Path) -> int:
 
 
 def _modules(folder: Path, hf: dict[str, Any]) -> tuple[dict[str, str], set[str]]:
-    """Return the linears of transformers' model, (its own name: the files' name), and the files' other modules."""
+    """Return the linears of transformers' model (its name: the files' name), and the files' other modules."""
     model = opened_on_meta(hf)
     names = stored_names(folder, model, {})
     modules = {m: names.get(f"{m}.weight", f"{m}.weight").removesuffix(".weight") for m, _ in model.named_modules()}
@@ -97,7 +97,7 @@ def _modules(folder: Path, hf: dict[str, Any]) -> tuple[dict[str, str], set[str]
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return (out, in) float8_e4m3fn and (out, 1) scales of the weight's type: weight (out, in).
 
-    Scales are rounded first, so that what is stored is the nearest to the weight under the scale that is stored.
+    Scales are rounded first, so that the stored weight is the nearest under the stored scale.
     """
     wide = weight.float()
     scale = (wide.abs().amax(1, keepdim=True) / LARGEST).clamp_min(torch.finfo(torch.bfloat16).tiny).to(weight.dtype)
@@ -106,7 +106,7 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def settings(kept: list[str]) -> dict[str, Any]:
-    """Return config.json's `quantization_config`; kept: modules that stay as they are."""
+    """Return config.json's `quantization_config`; kept: modules that are not quantized."""
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     return {
         "quant_method": "compressed-tensors",

@@ -1,8 +1,8 @@
 """Write a Hugging Face folder as one GGUF file, for llama.cpp and tools built on it.
 
-The file has the weights, the vocabulary with its merges, the chat template and the tokens that end an answer. One
-tensor is in memory at a time. Rows of queries and keys are reordered for families whose rotary embedding turns
-neighboring values there (`gguf_pairs`), and values that are half a head apart here.
+The file has the weights, the vocabulary with its merges, the chat template and the end-of-answer tokens. One tensor is
+in memory at a time. Rows of queries and keys are reordered for families whose rotary embedding rotates neighboring
+values in GGUF (`gguf_pairs`), but values half a head apart here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from optrush.models.shapes import ModelShape
 from optrush.models.weights import Folder
 
 Kind = Literal["f32", "f16", "bf16", "q8_0"]
-# RoPE types that the files here have the keys of, or tensors of factors.
+# RoPE types for which GGUF has keys or factor tensors.
 ROPE_KINDS = {"default": "", "linear": "", "llama3": "ROPE_FREQS", "longrope": "ROPE_FACTORS_LONG"}
-UNROTATED = 4  # there each fourth layer of a family with such layers has no rotary embedding
-# A byte-level tokenizer is known there by the name of its rule for splitting words.
+UNROTATED = 4  # in llama.cpp every fourth layer of such a family has no rotary embedding
+# GGUF identifies a byte-level tokenizer by the name of its word-splitting rule.
 _LLAMA3, _QWEN, _CASES = r"\p{N}{1,3}", r"\p{N}|", r"\p{Lu}"
-MOST_ENDS = 3  # tokens that end an answer: eos, eot, eom
-# Tokens that end an answer there by their text, without one of these roles.
+MOST_ENDS = 3  # end-of-answer tokens: eos, eot, eom
+# Tokens whose text alone ends an answer in llama.cpp, without one of these roles.
 ENDS_BY_TEXT = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
     "</s>", "<eos>", "<EOT>", "[EOS]", "<end_of_turn>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
@@ -45,15 +45,15 @@ def demand_gguf() -> None:
 
 
 def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
-    """Write a folder's model, tokenizer, template and ends of an answer; return the number of tensors.
+    """Write a folder's model, tokenizer, template and end-of-answer tokens; return the number of tensors.
 
     Args:
         folder: config.json, safetensors, tokenizer.json and generation_config.json.
-        kind: of the matrices; vectors are float32. q8_0 falls back to f16 where a row is no multiple of 32.
+        kind: of the matrices; vectors are float32. q8_0 falls back to f16 for rows that are not a multiple of 32.
 
     Raises:
-        NeedsError: a family or a tokenizer that the format has no name for, or no package gguf.
-        RunError: a tensor is not read back as it was written.
+        NeedsError: a family or tokenizer that the format does not support, or no package gguf.
+        RunError: a tensor differs when read back.
     """
     demand_gguf()
     import gguf
@@ -85,7 +85,7 @@ def write_gguf(folder: Path, file: Path, kind: Kind, name: str) -> int:
         yield from _rope_factors(shape)
 
     types: dict[str, gguf.GGMLQuantizationType] = {}
-    for new, values in tensors():  # sizes first: the file begins with them
+    for new, values in tensors():  # sizes first: they start the file
         types[new] = chosen = _type(values, kind)
         size = gguf.quant_shape_to_byte_shape(values.shape, chosen)
         plain = chosen in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
@@ -161,7 +161,7 @@ def _write_sizes(writer: Any, hf: dict[str, Any], shape: ModelShape, kind: Kind,
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
     positions = int(hf.get("max_position_embeddings") or 2048)
-    if shape.window is not None and spec.gguf != "COHERE2":  # others have none there: within it, attention is the same
+    if shape.window is not None and spec.gguf != "COHERE2":  # GGUF has no window for others: limit the context to it
         positions = min(positions, shape.window)
     writer.add_context_length(positions)
     writer.add_embedding_length(shape.width)
@@ -180,7 +180,7 @@ def _write_sizes(writer: Any, hf: dict[str, Any], shape: ModelShape, kind: Kind,
         writer.add_rope_scaling_orig_ctx_len(shape.rope.original_max)
         writer.add_rope_scaling_attn_factors(shape.rope.scale)
     if spec.gguf in ("PHI3", "COHERE2"):
-        writer.add_sliding_window(shape.window or 0)  # 0 marks models without one
+        writer.add_sliding_window(shape.window or 0)  # 0: no window
     if spec.gguf_scales:
         m = shape.multipliers
         writer.add_embedding_scale(m.embedding)
@@ -223,7 +223,7 @@ def _write_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
     writer.add_token_types(types)
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocabulary)
     generation = folder / "generation_config.json"
-    held = generation if generation.is_file() else folder / "config.json"  # as transformers reads them
+    held = generation if generation.is_file() else folder / "config.json"  # transformers reads them in this order
     ends = json.loads(read_file(held)).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if ends and special.special_token_ids.get("eos") not in ends:
@@ -250,7 +250,7 @@ def _splitting(engine: dict[str, Any], asked: str) -> str:
     if len(patterns) == 1 and _LLAMA3 in patterns[0]:
         if _CASES in patterns[0]:
             return "gpt-4o"
-        return "llama-bpe" if engine["model"].get("ignore_merges") else "dbrx"  # equal rules, but whole words first
+        return "llama-bpe" if engine["model"].get("ignore_merges") else "dbrx"  # same rule, but complete words first
     if len(patterns) == 1 and _QWEN in patterns[0]:
         return "qwen2"
     raise NeedsError(asked, f"words split by {patterns or first.get('type')}", "export to hf; convert that")

@@ -1,13 +1,13 @@
 """Load a model and its weights: our own decoder, or any causal language model of transformers behind its interface.
 
-The published modules compute, unchanged; our part is the interface around them: hidden states instead of logits, a head
-that is called, a `block_call` slot around every block, weights that can be sharded. transformers separates packed
-documents by their restarting positions, but only without an attention mask and without a cache, and only in models that
-pass positions to its mask builder. `load_hf` therefore runs every model on the CPU first and compares (`probe_model`):
-one with an unknown head is refused, with the difference in the error; one in which documents of a row meet gets rows of
-one document only.
+The published modules compute, unchanged; our part is the interface around them: hidden states instead of logits, a
+callable head, a `block_call` slot around every block, weights that can be sharded. transformers separates packed
+documents by their restarting positions, but only without an attention mask and a cache, and only in models that pass
+positions to its mask builder. So `load_hf` first runs every model on the CPU and compares (`probe_model`): a model with
+an unknown head is rejected, with the difference in the error; one that mixes documents of a row gets rows of one
+document only.
 
-Canonical names are transformers' own, except the head's: `head.weight`, `head.bias`.
+Canonical names are transformers' names, except the head's: `head.weight`, `head.bias`.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ if TYPE_CHECKING:
     from optrush.models.source import Growth
 
 
-PROBE_LENGTHS = (7, 1, 5, 11)  # documents of the probe's packed row
-POSITION_PLANES = 4  # of tokens with three positions: that of the text, which separates documents, and those three
+PROBE_LENGTHS = (7, 1, 5, 11)  # lengths of the documents in the probe's packed row
+POSITION_PLANES = 4  # for tokens with three positions: the text's, which separates documents, and those three
 PROBE_LOGIT = 60.0  # hidden states are scaled until logits are this large, which makes a softcap visible
 ATTENTIONS = {"masked": "eager", "sdpa": "sdpa"}  # our name: transformers' name
-CLASSIFIER = "ForSequenceClassification"  # what transformers' classes of reward models end with
+CLASSIFIER = "ForSequenceClassification"  # suffix of transformers' reward model classes
 ALONE = "optrush_sdpa"  # name of `_alone` in transformers' registries
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # keys of config.json
-CORRECTIONS = ("e_score_correction_bias", ".expert_bias")  # correct the choice of experts, by no gradient
+CORRECTIONS = ("e_score_correction_bias", ".expert_bias")  # correct the choice of experts; not trained by gradients
 SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # classes that compute the same
 NUMBERED = frozenset({None, "default", "linear", "llama3", "yarn"})  # rotations independent of the row's length
 
 
 @dataclass
 class Kept:
-    """The sequences that a pass continues.
+    """The cached sequences that a pass continues.
 
-    mask: (B, tokens kept and given), 0 for padding.
-    cache: transformers' own for the family; None before the first tokens, and if it has none.
+    mask: (B, cached and given tokens), 0 for padding.
+    cache: transformers' cache for the family; None before the first tokens, and if it has none.
     """
 
     mask: Tensor
@@ -75,12 +75,12 @@ class HFModel(nn.Module):
     """A transformers model with the attributes of `models.decoder.Decoder` (documented there).
 
     Args:
-        hf_model: ...ForCausalLM with real values on the CPU; its modules are reused, its class is not.
+        hf_model: ...ForCausalLM with real values on the CPU; its modules are reused, but not its class.
     """
 
-    supports_packing = True  # False, set by `probe_model`: documents of one row meet
-    frozen_flops = 0  # as Decoder's
-    kept: Kept | None = None  # set while sequences are continued, token by token
+    supports_packing = True  # `probe_model` sets False if documents of a row mix
+    frozen_flops = 0  # see `Decoder`
+    kept: Kept | None = None  # set while sequences are continued token by token
 
     def __init__(self, hf_model: Any) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class HFModel(nn.Module):
         output = hf_model.get_output_embeddings()
         if not isinstance(backbone, nn.Module) or not isinstance(output, nn.Linear):
             raise unsupported(config, "no separate backbone and linear output layer")
-        owner: nn.Module = self  # under its own name, so that canonical names are transformers' names
+        owner: nn.Module = self  # the backbone's path is kept: canonical names are transformers'
         *outer, last = self.prefix.split(".")
         for name in outer:
             owner.add_module(name, nn.Module())
@@ -100,7 +100,7 @@ class HFModel(nn.Module):
         self.head.scale = _logit_scale(config)
         self.head.softcap = next((cap for key in SOFTCAPS if (cap := getattr(config, key, None)) is not None), None)
         self.block_call: Callable[..., Any] = call
-        self.maskless = False  # set by `probe_model`: sdpa needs no mask where rows hold one document
+        self.maskless = False  # set by `probe_model`: sdpa needs no mask for rows of one document
         self._attention_flags: dict[str, Any] = {}  # arguments of the attention function for such rows
         self._numbered = _numbered(config)
         recurrent = "cache_params" in inspect.signature(backbone.forward).parameters
@@ -109,7 +109,7 @@ class HFModel(nn.Module):
         self._planes = POSITION_PLANES if "mrope_section" in rope else 0
         self._blocks = _block_list(backbone, self.prefix, config)  # number -> path
         take_experts(backbone)
-        for name, p in backbone.named_parameters():  # loaded from files it would be trained
+        for name, p in backbone.named_parameters():  # loading from files makes them trainable
             if name.endswith(CORRECTIONS):
                 p.requires_grad_(False)
                 path, _, last = name.rpartition(".")
@@ -136,14 +136,14 @@ class HFModel(nn.Module):
         self._buffers_on_host: dict[tuple[str, str], Tensor] = {}
 
     def _own_linears(self, block: nn.Module) -> None:
-        """Replace each nn.Linear of a block by ours, which has slots; other linear classes, like GPT-2's, stay."""
+        """Replace each nn.Linear of a block by our `Linear`, which has slots; keep other classes, like GPT-2's."""
         for name, module in list(block.named_modules()):
             if type(module) is nn.Linear:
                 owner, _, role = name.rpartition(".")
                 setattr(block.get_submodule(owner), role, Linear.of(module, role))
 
     def _reroute(self, layer: nn.Module) -> None:
-        """Route calls of one block's forward through the slot, on this instance only."""
+        """Route calls of a block's forward through the slot, on this instance only."""
         original = layer.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -176,8 +176,8 @@ class HFModel(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
         """Return the hidden states after the last norm (B, T, D) of tokens and positions (B, T).
 
-        transformers separates packed documents where `positions` restart. Rows of one document need none, and no mask:
-        transformers then numbers the padding as well, which no document attends to.
+        transformers separates packed documents where `positions` restart. Rows of one document need no positions and no
+        mask: transformers then numbers the padding, too, but no document attends to it.
         """
         if self.kept is not None:
             return self._resumed(tokens, positions, self.kept)
@@ -215,7 +215,7 @@ class HFModel(nn.Module):
         """Select transformers' 'masked' or 'sdpa' attention; return the number of blocks changed.
 
         Raises:
-            NeedsError: another name, or sdpa where scores are capped (transformers' sdpa leaves the cap out).
+            NeedsError: another name, or sdpa with capped scores (transformers' sdpa ignores the cap).
         """
         if name not in ATTENTIONS:
             do = "use one of them, or a model family of our own decoder"
@@ -242,12 +242,12 @@ class HFModel(nn.Module):
 
     @property
     def matrix_parameters(self) -> int:
-        """N_mm: number of weights of the blocks' matrices, the head, and the experts of one token."""
+        """N_mm: number of weights in the blocks' matrices, the head, and the experts of one token."""
         idle = ((1 - m.active / m.count) * m.weights for m in self._mixtures)
         return self._block_matrices - round(sum(idle)) + self.head.weight.numel()
 
     def flops(self, tokens: int, attended: int) -> int:
-        """Return training FLOPs as `ModelShape.flops` does; sliding windows count as full attention."""
+        """Return training FLOPs like `ModelShape.flops`; sliding windows count as full attention."""
         attention = 6 * attended * self._query_width
         return (6 * self.matrix_parameters - self.frozen_flops) * tokens + attention
 
@@ -273,7 +273,7 @@ class HFModel(nn.Module):
 
 
 def unsupported(config: Any, found: str) -> NeedsError:
-    """Return the error that refuses a model."""
+    """Return the error for an unsupported model."""
     do = f"use another model family; our own decoder has {', '.join(FAMILIES)}"
     return NeedsError(f"a model of type {config.model_type!r} through transformers", found, do)
 
@@ -284,7 +284,7 @@ def load_hf(
     """Load or draw a transformers model on the CPU and probe it; return it on the meta device with its weight map.
 
     Args:
-        growth: new tokens; `hf` has the larger vocabulary already, the folder does not.
+        growth: new tokens; `hf` already has the larger vocabulary, the folder does not.
 
     Raises:
         NeedsError: transformers does not support it, the weights do not fit, or the probe found a difference.
@@ -304,15 +304,15 @@ def load_hf(
     drawn = _draw(wrapper, entries, hf, seed, growth) if folder is None else None
     probe_model(wrapper, hf_model, dtype)
     persistent = hf_model.state_dict().keys() - dict(hf_model.named_parameters(remove_duplicate=False)).keys()
-    mine = [name for name in sorted(persistent) if name.startswith(f"{wrapper.prefix}.") or not is_multimodal(hf)]
-    buffers: Mapping[str, Tensor] = {name: hf_model.state_dict()[name].clone() for name in mine}
+    persisted = [name for name in sorted(persistent) if name.startswith(f"{wrapper.prefix}.") or not is_multimodal(hf)]
+    buffers: Mapping[str, Tensor] = {name: hf_model.state_dict()[name].clone() for name in persisted}
     stored = {} if folder is None else stored_names(folder, hf_model, buffers)
     if folder is not None and is_multimodal(hf):
         buffers = ChainMap({**buffers}, OtherTensors(folder, TextFolder(folder).others))  # type: ignore[arg-type]  # which is only read
-    held = {entries[name].pieces[0][0]: value for name, value in wrapper.to_meta().items()}
+    values = {entries[name].pieces[0][0]: value for name, value in wrapper.to_meta().items()}
     recipe = WeightMap(
         entries,
-        drawn or Memory(held),
+        drawn or Memory(values),
         buffers,
         stored_names=stored,
         architecture=type(hf_model).__name__,
@@ -322,10 +322,10 @@ def load_hf(
 
 
 def stored_names(folder: Path, hf_model: Any, buffers: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the names of tensors in a folder's files, by their names in transformers' model, where they differ.
+    """Return the names of tensors in a folder's files, by their names in transformers' model, if different.
 
-    transformers renames tensors while it reads them (GPT-NeoX's head), and adds or removes the backbone's prefix.
-    Tensors that it makes of several stored ones keep its names, which it reads as well.
+    transformers renames tensors while loading (GPT-NeoX's head), and adds or removes the backbone's prefix. Tensors
+    that it builds from several stored ones keep its names, which it also reads.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -333,14 +333,14 @@ def stored_names(folder: Path, hf_model: Any, buffers: Mapping[str, Tensor]) -> 
     values = {**dict(hf_model.named_parameters()), **buffers}
     names = {id(value): name for name, value in values.items()}
     reverted = {names[id(t)]: name for name, t in revert_weight_conversion(hf_model, values).items() if id(t) in names}
-    found: dict[str, str] = {}
+    names_in_files: dict[str, str] = {}
     for name in values:
         old = reverted.get(name, name)
         forms = (form for n in (old, name) for form in (n, n.removeprefix(prefix), prefix + n))
         stored = next((form for form in forms if form in files), name)
         if stored != name:
-            found[name] = stored
-    return found
+            names_in_files[name] = stored
+    return names_in_files
 
 
 def opened_on_meta(hf: HF) -> Any:
@@ -350,7 +350,7 @@ def opened_on_meta(hf: HF) -> Any:
 
 
 def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
-    """Return transformers' model of a folder, or with matrices that are not drawn, on the CPU in eval mode."""
+    """Return transformers' model of a folder, or with undrawn matrices, on the CPU in eval mode."""
     from transformers import CONFIG_MAPPING
 
     kind = str(hf.get("model_type"))
@@ -359,8 +359,8 @@ def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
         do = "choose a model that transformers supports, or update transformers"
         raise NeedsError(f"a model of type {kind!r}", found, do)
     auto = _auto_class(hf)
-    try:  # checks that the families define themselves are of many classes, down to KeyError and AttributeError
-        # A copy of all of it: transformers adds its own keys to what it is given.
+    try:  # the families' checks raise many classes, even KeyError and AttributeError
+        # A deep copy: transformers adds its own keys to its argument.
         given = json.loads(json.dumps(dict(hf)), object_hook=_tagged_float)
         with transformers_silenced():
             config = CONFIG_MAPPING[kind].from_dict(given)
@@ -374,14 +374,14 @@ def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
         place = "config.json" if folder is None else folder / "config.json"
         do = "fix that in config.json, or use another model family"
         found = _reason(error)
-        if isinstance(error, KeyError):  # of a table of transformers: activations, RoPE types ...
+        if isinstance(error, KeyError):  # from one of transformers' tables: activations, RoPE types ...
             named = [key for key, value in hf.items() if isinstance(value, str) and value in error.args]
             found = f"{named[0]} {error}, which transformers does not have" if named else found
         raise NeedsError(f"a model of type {kind!r} through transformers ({place})", found, do) from None
 
 
 def _tagged_float(mapping: dict[str, Any]) -> Any:
-    """Return the number that transformers 5 writes as {"__float__": "Infinity"}; another mapping as it is."""
+    """Return the number that transformers 5 writes as {"__float__": "Infinity"}; other mappings unchanged."""
     given = mapping.get("__float__")
     return float(given) if mapping.keys() == {"__float__"} and given in ("Infinity", "-Infinity", "NaN") else mapping
 
@@ -393,7 +393,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Skip the draw of matrices, most of the time of building a model: `_draw` replaces them. NaN at both ends."""
+    """Skip drawing matrices, most of a model's building time: `_draw` replaces them. Writes NaN at both ends."""
 
     draws = frozenset({"normal_", "uniform_", "kaiming_uniform_", "trunc_normal_"})  # of Tensor or of torch.nn.init
 
@@ -408,22 +408,22 @@ class _Undrawn(TorchFunctionMode):
 
 
 def _backbone(hf_model: Any) -> tuple[str, Any]:
-    """Return the path and module of the decoder of a model, in a model of images and text its language model."""
+    """Return the path and module of a model's decoder, or of its language model if it is an image-text model."""
     prefix: str = hf_model.base_model_prefix
     if not is_multimodal(hf_model.config.to_dict()):
         backbone = getattr(hf_model, prefix, None)
-        inner = getattr(backbone, "decoder", None)  # OPT's head reads it, and not the module around it
+        inner = getattr(backbone, "decoder", None)  # OPT's head reads the decoder, not the module around it
         alone = backbone is not None and [*backbone.children()] == [inner]
         return (f"{prefix}.decoder", inner) if alone else (prefix, backbone)
     path = f"{prefix}.language_model"
-    found = next((module for name, module in hf_model.named_modules() if name == path), None)
-    if found is None:
+    inner_model = next((module for name, module in hf_model.named_modules() if name == path), None)
+    if inner_model is None:
         raise unsupported(hf_model.config, f"no module {path}, where others with images have their language model")
-    return path, found
+    return path, inner_model
 
 
 def _auto_class(hf: HF) -> Any:
-    """Return transformers' class that opens a model of a config.json."""
+    """Return transformers' auto class for a config.json."""
     from transformers import (
         CONFIG_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -441,7 +441,7 @@ def _auto_class(hf: HF) -> Any:
 
 def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: str, auto: Any) -> Any:
     """Return transformers' model of a folder in eval mode; raise NeedsError if its weights do not fit config.json."""
-    weights.refuse_more_layers(Folder(folder), config.to_dict())  # refuses pickles, and an index to other folders
+    weights.refuse_more_layers(Folder(folder), config.to_dict())  # rejects pickles, and an index to other folders
     with transformers_silenced():
         loaded: Any = auto.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True,
@@ -457,21 +457,21 @@ def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: 
 
 
 def _predicts_further(model: Any, name: str) -> bool:
-    """Return whether a tensor is of layers behind the last one that predict further tokens.
+    """Return whether a tensor belongs to multi-token prediction layers after the last layer.
 
-    transformers names these to its classes by the numbers that they have in published models, of one depth each.
+    transformers' classes list the numbers of these layers in the published models, which have one depth each.
     """
     config = model.config.get_text_config()
     named = any("mtp" in each or "layers" in each for each in model._keys_to_ignore_on_load_unexpected or ())
     counted = getattr(config, "num_mtp_layers", None) or getattr(config, "num_nextn_predict_layers", None)
-    found = re.search(r"(?:^|\.)(?:mtp\w*|layers\.(\d+))\.", name) if named or counted else None
-    return found is not None and (found[1] is None or int(found[1]) >= config.num_hidden_layers)
+    match = re.search(r"(?:^|\.)(?:mtp\w*|layers\.(\d+))\.", name) if named or counted else None
+    return match is not None and (match[1] is None or int(match[1]) >= config.num_hidden_layers)
 
 
 def _draw(wrapper: HFModel, entries: dict[str, WeightEntry], hf: HF, seed: int, growth: Growth | None) -> WeightSource:
-    """Replace the values of a new model by the random draw that all model classes share.
+    """Replace the values of a new model by the random initialization that all model classes share.
 
-    What transformers initializes to a constant (norms to 1, or to 0 where a family adds 1; biases) stays constant.
+    Parameters that transformers initializes to a constant (norms to 1, or 0 if a family adds 1; biases) stay constant.
     """
     constants: dict[str, float] = {}
     for name, parameter in wrapper.named_parameters():
@@ -489,7 +489,7 @@ def _alone(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     one_document: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run transformers' sdpa; in rows of one document causal and without a mask, unless the block has a window."""
+    """Run transformers' sdpa; for rows of one document causally and without a mask, unless the block has a window."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if one_document and kwargs.get("sliding_window") is None:
@@ -498,26 +498,26 @@ def _alone(
 
 
 def _query_widths(config: Any, blocks: list[nn.Module]) -> list[int]:
-    """Return heads times head width of each block: 0 for one without attention, where others have a class of it."""
+    """Return heads times head width of each block: 0 for a block without attention in a family with it."""
     layers = getattr(config, "per_layer_config", None) or [config] * len(blocks)
     modules = [[m for m in b.modules() if "attention" in type(m).__name__.lower()] for b in blocks]
-    widths: list[Any] = [next((m.head_dim for m in held if hasattr(m, "head_dim")), 0) for held in modules]
-    found = []
+    widths: list[Any] = [next((m.head_dim for m in modules_of if hasattr(m, "head_dim")), 0) for modules_of in modules]
+    widths_by_block = []
     for i, layer in enumerate(layers):
-        heads = getattr(layer, "num_attention_heads", 0)  # of a family without attention there are none
+        heads = getattr(layer, "num_attention_heads", 0)  # 0 in a family without attention
         heads = heads[i] if isinstance(heads, list | tuple) else heads
         width = widths[i] if any(widths) else getattr(layer, "head_dim", None) or layer.hidden_size // max(1, heads)
-        found.append(int(heads * width))
-    return found
+        widths_by_block.append(int(heads * width))
+    return widths_by_block
 
 
 def _numbered(config: Any) -> int:
-    """Return the most tokens of a row that may be numbered from the first to the last, beyond its document's end."""
+    """Return the longest row whose positions may be numbered beyond the end of its document."""
     return (getattr(config, "max_position_embeddings", None) or 0) if _rope_kinds(config) <= NUMBERED else 0
 
 
 def _rope_kinds(config: Any) -> set[str | None]:
-    """Return the RoPE types of a model, of which some families have one a kind of layer."""
+    """Return a model's RoPE types; some families have one per kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return {kind.get("rope_type") for kind in (rope, *rope.values()) if isinstance(kind, dict)}
 
@@ -525,8 +525,8 @@ def _rope_kinds(config: Any) -> set[str | None]:
 def _rotate_by_document(rotary: Any) -> None:
     """Make a longrope module select its short or long factors by each document's length, on this instance only.
 
-    transformers selects one of them for the whole batch, by its longest document. Both are computed here: positions are
-    cut to the last short one for the short factors, and one more position beyond it selects the long ones.
+    transformers selects one of them per batch, by its longest document. Here both are computed: positions clamped to
+    the last short one select the short factors, one more position beyond it selects the long ones.
     """
     original = rotary.forward
 
@@ -569,7 +569,7 @@ def _logit_scale(config: Any) -> float:
 
 
 def _block_list(backbone: nn.Module, prefix: str, config: Any) -> dict[str, str]:
-    """Return the paths of the blocks by number: the first list of modules as long as the model has layers."""
+    """Return the paths of the blocks by number: the first module list with as many entries as the model has layers."""
     count = config.num_hidden_layers
     for path, module in backbone.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -578,31 +578,31 @@ def _block_list(backbone: nn.Module, prefix: str, config: Any) -> dict[str, str]
 
 
 def _ties(module: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return (alias, first name) of every parameter that is registered twice."""
+    """Return (alias, first name) for every parameter that is registered twice."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     names = ((name, first[id(p)]) for name, p in module.named_parameters(remove_duplicate=False))
     return tuple((alias, name) for alias, name in names if alias != name)
 
 
-# --- the comparison before training: the model on the CPU
+# --- the probe: a comparison on the CPU before training
 
 
 @torch.no_grad()
 def probe_model(wrapper: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
-    """Compare on the CPU a packed row with its documents alone, and our head with the model's logits; NeedsError.
+    """Compare on the CPU a packed row with its documents alone, and our head with the model's logits; raise NeedsError.
 
-    Packed and single documents agree to rounding only, which in bfloat16 could hide a small leak; therefore the first
-    document is also changed, which must not change any bit of the others, except where `_loops`. A model that fails
-    this gets rows of one document, if what follows a document does not change it. sdpa without a mask is compared with
-    masked attention, and only sets `maskless`.
+    Packed and single documents agree only up to rounding, which in bfloat16 could hide a small leak. So the first
+    document is also changed, which must not change any bit of the others, except with `_loops`. A model that fails this
+    gets rows of one document, provided that tokens after a document do not change it. sdpa without a mask is compared
+    with masked attention, and only sets `maskless`.
     """
-    was, close = wrapper.training, 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
+    training, close = wrapper.training, 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
     wrapper.eval()
     tokens, positions, documents = _probe_row(wrapper)
     try:
         hidden = wrapper(tokens, positions, documents)
     except (TypeError, ValueError, AttributeError, RuntimeError, LookupError) as error:
-        if "alloc" in str(error):  # memory
+        if "alloc" in str(error):  # out of memory
             raise
         raise unsupported(wrapper.config, f"it does not run on tokens and positions ({error})") from None
     spans = list(zip(documents.starts[:-1].tolist(), documents.starts[1:].tolist(), strict=True))
@@ -611,24 +611,24 @@ def probe_model(wrapper: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
     changed, first = tokens.clone(), spans[0][1]
     changed[:, :first] = (changed[:, :first] + 1) % wrapper.head.weight.shape[0]
     others = wrapper(changed, positions, documents)[:, first:]
-    met = _apart(hidden, torch.cat(alone, 1)) <= close  # False of a NaN, too
-    wrapper.supports_packing = met and _apart(others, hidden[:, first:]) <= (close if _loops(wrapper) else 0.0)
+    unmixed = _apart(hidden, torch.cat(alone, 1)) <= close  # False for a NaN, too
+    wrapper.supports_packing = unmixed and _apart(others, hidden[:, first:]) <= (close if _loops(wrapper) else 0.0)
     if not wrapper.supports_packing:
         row = wrapper(tokens, torch.arange(tokens.shape[1])[None], single)
         _compare(wrapper.config, "a document alone and before other tokens", row[:, :first], alone[0], close)
     largest = F.linear(hidden, wrapper.head.weight).float().abs().max().clamp_min(1e-6).item()
-    # At 0 only a bias remains, 1 is the model itself, and a softcap is visible only in large logits.
+    # With 0 only a bias remains, 1 is the model itself, and a softcap shows only in large logits.
     for factor in (0.0, 1.0, PROBE_LOGIT / largest):
         ours, theirs = _both_logits(wrapper, hf_model, tokens[:, spans[-1][0] :], factor)
         _compare(wrapper.config, f"our head's logits and its own (hidden states x {factor:.3g})", ours, theirs, close)
     wrapper.maskless = _maskless(wrapper, tokens[:, spans[-1][0] :], single, alone[-1], close)
-    wrapper.train(was)
+    wrapper.train(training)
 
 
 def _loops(wrapper: HFModel) -> bool:
-    """Return whether experts of transformers multiply as many rows at once as are routed to each of them.
+    """Return whether transformers' experts multiply all rows that are routed to each of them at once.
 
-    How a product is rounded depends on the number of its rows, and so on other documents; a leak is orders larger.
+    A matmul's rounding depends on its number of rows, and so on other documents; a leak is orders of magnitude larger.
     """
     text = wrapper.config.to_dict()
     return any(text.get(key) for key in EXPERTS) and not any(isinstance(m, TheirExperts) for m in wrapper.modules())
@@ -644,16 +644,16 @@ def _maskless(wrapper: HFModel, tokens: Tensor, documents: Documents, expected: 
     try:
         wrapper.set_attention("sdpa")
         wrapper._leave_masks()
-        found = wrapper(tokens, torch.arange(tokens.shape[1])[None], documents)
+        hidden = wrapper(tokens, torch.arange(tokens.shape[1])[None], documents)
     except (NeedsError, TypeError, ValueError, ImportError):
-        return False  # this model has no sdpa: a request for it is refused later
+        return False  # this model has no sdpa: a request for it fails later
     finally:
         wrapper.set_attention("masked")
-    return _apart(found, expected) <= close
+    return _apart(hidden, expected) <= close
 
 
 def _both_logits(wrapper: HFModel, hf_model: Any, tokens: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Return logits of one document by our head and by the model itself, its hidden states multiplied by `factor`."""
+    """Return one document's logits by our head and by the model itself, with hidden states multiplied by `factor`."""
     hidden: list[Tensor] = []
 
     def multiply(_module: nn.Module, _args: Any, out: Any) -> Any:
@@ -681,20 +681,20 @@ def _probe_row(wrapper: HFModel) -> tuple[Tensor, Tensor, Documents]:
 
 def _compare(config: Any, what: str, ours: Tensor, theirs: Tensor, close: float) -> None:
     apart, size = _apart(ours, theirs), theirs.float().abs().max().item()
-    if not apart <= close:  # not >: a NaN is a difference
+    if not apart <= close:  # not `>`: a NaN is a difference
         raise unsupported(config, f"{what} differ by {apart * size:.2e}, where the largest value is {size:.2e}")
 
 
 def _apart(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference, in units of the largest value of `theirs`."""
+    """Return the largest difference, relative to the largest value of `theirs`."""
     return ((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp_min(1e-6)).item()
 
 
-# --- the two ways to load a model
+# --- loading a model
 
 
 def refuse_shared_rows(model: Decoder | HFModel, hf: HF, paired: bool) -> None:
-    """Raise NeedsError if a model's documents meet in a row: rows of several are asked for."""
+    """Raise NeedsError if a model mixes a row's documents, but rows of several documents are requested."""
     if not model.supports_packing:
         do = "use objective: sft, or another model family" if paired else "turn packing off: --without packing"
         asked = f"rows of several documents for a model of type {hf.get('model_type')!r}"
@@ -709,13 +709,13 @@ def load(
 
     Args:
         folder: of safetensors and config.json; None draws random weights from `seed`.
-        hf: the config.json, perhaps edited; the folder's is ignored.
-        implementation: None takes our own decoder wherever it represents the model, else transformers'.
-        growth: new tokens; `hf` has the larger vocabulary already, the folder does not.
+        hf: the config.json, possibly edited; the folder's is ignored.
+        implementation: None uses our own decoder if it supports the model, else transformers'.
+        growth: new tokens; `hf` already has the larger vocabulary, the folder does not.
 
     Raises:
         NeedsError: the model is not supported, or the weights do not fit it.
-        ConfigError: config.json is not complete.
+        ConfigError: config.json is incomplete.
     """
     refuse_foreign(hf)
     if implementation == "transformers" or (implementation is None and native_obstacle(hf) is not None):
@@ -737,7 +737,7 @@ def _native(
         weights.refuse_more_layers(stored, hf)
     shape = ModelShape.read(hf)
     files = () if stored is None else (stored if isinstance(stored, Folder) else stored.everything).files
-    if multimodal and stored is not None and "tie_word_embeddings" not in hf:  # the default is each class's own
+    if multimodal and stored is not None and "tie_word_embeddings" not in hf:  # each class has its own default
         shape = replace(shape, tied=f"{head}weight" not in files)
     model = Decoder(shape, device=torch.device("meta"), dtype=dtype)
     entries = weights.native_entries(model, files, names)
@@ -762,11 +762,11 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device, sc
 
     Args:
         dtype: None: as stored.
-        scores: a reward model, in place of one that continues texts.
+        scores: load a reward model instead of one that continues texts.
 
     Raises:
-        NeedsError: it is of the other kind, transformers does not support it, its weights are pickles, or they do not
-            fit its config.json.
+        NeedsError: it is of the other kind, transformers does not support it, its weights are pickles, or do not fit
+            its config.json.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -775,7 +775,7 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device, sc
         auto = AutoModelForSequenceClassification if scores else _auto_class(hf)
         with transformers_silenced():
             config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        # config.json may name an attention whose code is on the hub, and has precedence over the argument.
+        # config.json may name an attention whose code is on the hub, and overrides the argument.
         attention = "eager" if sdpa_obstacle(config.to_dict()) else "sdpa"
         config._attn_implementation = attention
         kind = next(iter(config.architectures or ()), "")

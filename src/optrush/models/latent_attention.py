@@ -1,13 +1,13 @@
-"""Make a layer's queries, keys and values through latents of few values, with one rotated part of all keys.
+"""Compute a layer's queries, keys and values from small latents, with one rotated part shared by all keys.
 
-    q = q_b(norm(q_a(h))), or q(h)          (B, T, H, E), of each head the last R values rotated
+    q = q_b(norm(q_a(h))), or q(h)          (B, T, H, E), the last R values of each head rotated
     latent, shared = kv_a(h)                (B, T, C) and (B, T, 1, R), the second rotated
     k, v = kv_b(norm(latent))               (B, T, H, E - R) and (B, T, H, W)
-    k = k and shared, of every head         (B, T, H, E)
+    k = concatenate(k, shared) per head     (B, T, H, E)
 
-Values have a width W of their own. The rotated values of a head are neighbouring pairs in the published weights, where
-other families pair the two halves; both are rotated alike once the pairs are taken apart, and the order of a head's
-values changes no score. With YaRN scores have one more factor.
+Values have their own width W. In the published weights the rotated values of a head are neighbouring pairs, other
+families pair the two halves; once the pairs are separated, both are rotated equally, and the order of a head's values
+does not change scores. With YaRN scores have one more factor.
 
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; DeepSeek-V3 (arXiv:2412.19437).
 Legend: B rows, T tokens, H heads, E width of queries and keys, R its rotated part, C the latent of keys and values.
@@ -24,11 +24,11 @@ from optrush.kernels.rope import rotate
 from optrush.models.layers import Linear, RMSNorm
 from optrush.models.shapes import ModelShape
 
-LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is: as published
+LATENT_EPS = 1e-6  # of the norms of latents, independent of rms_norm_eps: as published
 
 
 class LatentAttention(nn.Module):
-    """The linears and norms in place of a layer's fused product of queries, keys and values."""
+    """The linears and norms that replace a layer's fused matmul for queries, keys and values."""
 
     q: Linear  # or q_a, q_a_norm and q_b
     q_a: Linear

@@ -1,6 +1,6 @@
 """Linears and norms of our decoder's blocks, each with a kernel slot.
 
-Legend: as in `models/decoder.py`.
+Legend: see `models/decoder.py`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def uncast(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that keep their type whatever the others get: those that a module names in `uncast`.
+    """Return the parameters that always keep their type: those that a module names in `uncast`.
 
-    They are few values; sharding leaves them whole, for a policy of one type casts all that it gathers.
+    They are small; sharding replicates them, because a single-type policy casts all that it gathers.
     """
-    found = (getattr(module, name) for module in model.modules() for name in getattr(module, "uncast", ()))
-    return [p for p in found if p is not None]
+    parameters = (getattr(module, name) for module in model.modules() for name in getattr(module, "uncast", ()))
+    return [p for p in parameters if p is not None]
 
 
 class Linear(nn.Linear):
-    """A linear whose output rows are `groups` groups of `pieces`, each piece a role and its rows in one group.
+    """A linear whose output rows are `groups` groups of `pieces`, each piece a role and its rows per group.
 
-    Adapters wrap its `matmul`, and quantized weights replace it; `weight` is None then.
+    Adapters wrap its `matmul`; quantized weights replace it, and `weight` is then None.
     """
 
     quantized: QuantizedLinear | None
@@ -69,7 +69,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, float32 inside, rounded before the weight as the families do.
+    """x / rms(x) * weight over the last dimension, float32 inside, rounded before the weight like the families.
 
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
@@ -90,7 +90,7 @@ class RMSNorm(nn.Module):
 
 
 class CentredNorm(RMSNorm):
-    """A norm that multiplies by 1 + weight, in float32, and rounds once: what Qwen3-Next has, without a kernel slot."""
+    """A norm that multiplies by 1 + weight in float32 and rounds once, as in Qwen3-Next; without a kernel slot."""
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x = x if branch is None else x + branch
@@ -98,7 +98,7 @@ class CentredNorm(RMSNorm):
 
 
 class LayerNorm(RMSNorm):
-    """A norm of what differs from the mean, with or without a bias, by torch's operator, without a kernel slot.
+    """Standard layer normalization, with or without a bias, by torch's operator, without a kernel slot.
 
     Source: Ba, Kiros and Hinton 2016 (arXiv:1607.06450).
     """
@@ -113,7 +113,7 @@ class LayerNorm(RMSNorm):
 
 
 def norm_class(kind: str, centred: bool) -> Callable[..., RMSNorm]:
-    """Return what makes a norm of D values of a kind of `ModelShape.norm`."""
+    """Return the constructor of a norm for a kind of `ModelShape.norm`."""
     if kind != "rms":
         return partial(LayerNorm, bias=kind == "layer, bias")
     return CentredNorm if centred else RMSNorm
@@ -132,9 +132,9 @@ class UnitNorm(nn.Module):
 
 
 class LayerInputs(nn.Module):
-    """Make the input of each layer from a second embedding and from the first block's input.
+    """Compute each layer's extra input from a second embedding and the first block's input.
 
-    As Gemma 4 has it ("per-layer embeddings").
+    Gemma 4's "per-layer embeddings".
     """
 
     def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -147,16 +147,16 @@ class LayerInputs(nn.Module):
         self.norm = RMSNorm(P, shape.norm_eps, **at)
 
     def forward(self, tokens: Tensor, x: Tensor, slots: Tensor | None = None, pad: int = 0) -> Tensor:
-        """tokens (B, T), x (B, T, D) -> (B, T, L, P); `slots` of B*T hold images and take what `pad` has, fixed."""
+        """tokens (B, T), x (B, T, D) -> (B, T, L, P); `slots` of B*T hold images and get `pad`'s, frozen."""
         P = self.norm.weight.shape[0]
         made = self.norm((self.project(x) * self.width**-0.5).unflatten(-1, (-1, P)))
         factor = torch.tensor(P**0.5).to(self.embedding.weight.dtype).item()  # rounded as published
-        own = self.embedding(tokens)
+        embedded = self.embedding(tokens)
         if slots is not None:
             fixed = self.embedding(torch.full_like(slots, pad)).detach()
-            own = own.flatten(0, 1).index_copy(0, slots, fixed).view_as(own)
-        given: Tensor = (made + (own * factor).unflatten(-1, (-1, P))) * 2**-0.5
-        return given
+            embedded = embedded.flatten(0, 1).index_copy(0, slots, fixed).view_as(embedded)
+        layer_inputs: Tensor = (made + (embedded * factor).unflatten(-1, (-1, P))) * 2**-0.5
+        return layer_inputs
 
 
 class WholeNorm(RMSNorm):

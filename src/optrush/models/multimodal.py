@@ -1,4 +1,4 @@
-"""Read the language model of a model of images and text from its files, and keep all other tensors as they are."""
+"""Read the language model of an image-text model from its files, and keep all other tensors unchanged."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from optrush.models.weights import Folder
 
 
 class TextFolder(Folder):
-    """A folder whose tensors of the language model have transformers' names; the others are in `others`."""
+    """A folder whose language model tensors have transformers' names; the others are in `others`."""
 
     def __init__(self, folder: Path, names: tuple[str, str] = LAYOUTS[0]) -> None:
-        """names: prefixes in transformers of the language model and of its head."""
+        """names: transformers' prefixes of the language model and of its head."""
         super().__init__(folder)
-        found = layout(self.files)
-        if found is None:
+        known = layout(self.files)
+        if known is None:
             asked, do = f"the language model in {folder}", "check that config.json fits the weights"
             raise NeedsError(asked, "no tensor of its embedding in any known layout", do)
-        prefix, head = found
-        mine = [name for name in self.files if is_text(name, found)]
+        prefix, head = known
+        texts = [name for name in self.files if is_text(name, known)]
         named = {
             (
                 names[1] + name.removeprefix(head) if name.startswith(head) else names[0] + name.removeprefix(prefix)
             ): name
-            for name in mine
+            for name in texts
         }
-        self.others = {name: file for name, file in self.files.items() if name not in set(mine)}
+        self.others = {name: file for name, file in self.files.items() if name not in set(texts)}
         self.files = {ours: self.files[name] for ours, name in named.items()}
         self.stored_names = {ours: name for ours, name in named.items() if ours != name}
 
@@ -40,7 +40,7 @@ class TextFolder(Folder):
 
 
 class OtherTensors(Mapping[str, Tensor]):
-    """Tensors of a folder that a run does not read, by name; read when they are exported."""
+    """Tensors of a folder that a run does not use, by name; read at export."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self.folder = folder

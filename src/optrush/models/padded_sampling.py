@@ -1,9 +1,9 @@
-"""Sample answers from a model of transformers that is trained: its modules, its cache and our draws.
+"""Sample answers from a transformers model in training: its modules, its cache and our draws.
 
-Prompts of a batch are padded on the left, and each token of the batch is a pass. A batch ends with its longest answer.
-Families differ in what they keep of a sequence, so the first batch is preceded by a trial: made tokens by the cache are
-compared with the forward pass of training. A family that mixes padding in gets batches of prompts of one length; one
-whose cache gives something else, or that has none, passes whole rows for each token.
+Prompts of a batch are padded on the left; each token of the batch is one pass. A batch ends with its longest answer.
+Families differ in the state that they keep, so the first batch is preceded by a probe that compares cached sampling of
+made-up tokens with the training forward pass. A family affected by padding gets batches of equally long prompts; a
+family with a wrong cache, or without one, passes full rows for each token.
 
 Shapes: S rows of a batch, D width of the hidden states.
 """
@@ -24,8 +24,8 @@ from optrush.models.hf import HFModel, Kept
 from optrush.models.kv_cache import uncompiled
 from optrush.models.sampling import Drawing, PromptIds, SampledAnswer, draw_tokens
 
-PROBED = (9, 5, 7)  # tokens of the trial's prompts
-STEPS = 3  # tokens that follow each
+PROBED = (9, 5, 7)  # tokens of the probe's prompts
+STEPS = 3  # tokens after each prompt
 ONE_LENGTH = "prompts of one length per batch, because padding changes the model's output"
 UNCACHED = "whole rows for each token (slow), because its cache does not match training"
 
@@ -40,7 +40,7 @@ class GrowingRows(Protocol):
 class PaddedEngine:
     """Batches of a model's sequences.
 
-    note: how they are made, if not by cache and padding; None before the first batch.
+    note: how they are sampled, if not by cache and padding; None before the first batch.
     """
 
     weigh = None
@@ -54,35 +54,35 @@ class PaddedEngine:
         self, prompts: Sequence[PromptIds], members: int, drawing: Drawing,
         precision: AbstractContextManager[object] | None = None,
     ) -> list[SampledAnswer]:  # fmt: skip
-        """Return `members` answers to each prompt, prompt by prompt; arguments as `SamplingEngine.sample`'s."""
+        """Return `members` answers to each prompt, prompt by prompt; arguments: see `SamplingEngine.sample`."""
         order = sorted(range(len(prompts)), key=lambda p: len(prompts[p].ids))
-        found: list[SampledAnswer] = []
+        answers: list[SampledAnswer] = []
         with precision or nullcontext(), uncompiled(self.model):
             if prompts and self.note is None:
                 self.note = self.probe()
             for _, alike in groupby(order, key=lambda p: len(prompts[p].ids) if self.note == ONE_LENGTH else 0):
                 rows = [(p, m) for p in alike for m in range(members)]
                 for i in range(0, len(rows), drawing.slots):
-                    found += self._batch(rows[i : i + drawing.slots], prompts, drawing)
-        return sorted(found, key=lambda a: (a.prompt, a.member))
+                    answers += self._batch(rows[i : i + drawing.slots], prompts, drawing)
+        return sorted(answers, key=lambda a: (a.prompt, a.member))
 
     def probe(self) -> str:
-        """Return how this model is sampled: "" if cache and padding give what its forward pass gives."""
+        """Return how to sample this model: "" if cache and padding match its forward pass."""
         weight = self.model.head.weight
-        made = [(torch.arange(n + STEPS, device=weight.device) * 7919 + 13) % weight.shape[0] for n in PROBED]
+        rows = [(torch.arange(n + STEPS, device=weight.device) * 7919 + 13) % weight.shape[0] for n in PROBED]
         rounded = weight.dtype != torch.float32 or torch.is_autocast_enabled(weight.device.type)
-        wanted = states(WholeRows, self.model, made)
+        wanted = states(WholeRows, self.model, rows)
         for note in ("", ONE_LENGTH):
             try:
-                found = torch.cat(
-                    [states(CachedRows, self.model, x) for x in ([made] if not note else [[x] for x in made])]
+                cached = torch.cat(
+                    [states(CachedRows, self.model, x) for x in ([rows] if not note else [[x] for x in rows])]
                 )
             except (TypeError, ValueError, AttributeError, RuntimeError, LookupError) as error:
                 if exhausted(error):
                     raise
                 continue
-            gaps = ((found - wanted).float().abs().amax(1) / wanted.float().abs().max()).sort().values
-            # Rounding may route single tokens to other experts; what is computed wrongly is so in most of them.
+            gaps = ((cached - wanted).float().abs().amax(1) / wanted.float().abs().max()).sort().values
+            # Rounding may route single tokens to other experts; a wrong computation affects most tokens.
             if gaps[int(0.75 * len(gaps)) - 1] <= 5e-2 if rounded else gaps[-1] <= 1e-4:
                 return note
         return UNCACHED
@@ -91,8 +91,8 @@ class PaddedEngine:
         self, rows: Sequence[tuple[int, int]], prompts: Sequence[PromptIds], drawing: Drawing
     ) -> Iterator[SampledAnswer]:
         device = self.model.head.weight.device
-        given = [torch.tensor(prompts[p].ids.tolist(), device=device) for p, _ in rows]
-        kept: GrowingRows = (WholeRows if self.note == UNCACHED else CachedRows)(self.model, given)
+        starts = [torch.tensor(prompts[p].ids.tolist(), device=device) for p, _ in rows]
+        kept: GrowingRows = (WholeRows if self.note == UNCACHED else CachedRows)(self.model, starts)
         number = torch.tensor([prompts[p].number for p, _ in rows], device=device)
         member, ends = (torch.tensor(x, device=device) for x in ([m for _, m in rows], drawing.ends or (-1,)))
         live, ended = torch.ones_like(number, dtype=torch.bool), torch.zeros_like(number, dtype=torch.bool)
@@ -111,21 +111,21 @@ class PaddedEngine:
 
 
 def states(kind: type[WholeRows] | type[CachedRows], model: HFModel, rows: Sequence[Tensor]) -> Tensor:
-    """Return hidden states (S * (STEPS + 1), D) of each row's last tokens, those before which all others are given."""
+    """Return hidden states (S * (STEPS + 1), D): each row's last, from STEPS tokens before its end on."""
     kept: GrowingRows = kind(model, [x[:-STEPS] for x in rows])
     tokens = [None, *torch.stack([x[-STEPS:] for x in rows], 1)]
     return torch.stack([kept.last(token) for token in tokens], 1).flatten(0, 1)
 
 
 def alone(filled: Tensor) -> Documents:
-    """Return rows of one document each, by the slots that hold a token (S, T)."""
+    """Return rows of one document each, from the mask of filled slots (S, T)."""
     S, T = filled.shape
     starts = torch.arange(S + 1, dtype=torch.int32, device=filled.device) * T
     return Documents(starts, torch.zeros_like(filled, dtype=torch.int32), T, True, filled.bool())
 
 
 class CachedRows:
-    """Rows that transformers' model keeps, padded on the left."""
+    """Rows in the cache of transformers' model, padded on the left."""
 
     def __init__(self, model: HFModel, rows: Sequence[Tensor]) -> None:
         self.model, longest = model, max(map(len, rows))
@@ -134,7 +134,7 @@ class CachedRows:
         self.positions, self.kept = (mask.cumsum(1) - 1).clamp_min(0), Kept(mask)
 
     def last(self, token: Tensor | None) -> Tensor:
-        """Append and return as `GrowingRows.last`. Raises ValueError: the model keeps nothing."""
+        """Append and return like `GrowingRows.last`. Raises ValueError: the model keeps no state."""
         mask = self.kept.mask
         if token is not None:
             self.tokens, self.positions = token[:, None], self.positions[:, -1:] + 1
@@ -150,7 +150,7 @@ class CachedRows:
 
 
 class WholeRows:
-    """Rows that pass from their first token on as in training, padded on the right."""
+    """Rows recomputed from their first token like in training, padded on the right."""
 
     def __init__(self, model: HFModel, rows: Sequence[Tensor]) -> None:
         self.model, longest = model, max(map(len, rows))
@@ -158,7 +158,7 @@ class WholeRows:
         self.lengths = torch.tensor([len(x) for x in rows], device=self.tokens.device)
 
     def last(self, token: Tensor | None) -> Tensor:
-        """Append and return as `GrowingRows.last`."""
+        """Append and return like `GrowingRows.last`."""
         if token is not None:
             self.tokens = torch.nn.functional.pad(self.tokens, (0, 1))
             self.tokens.scatter_(1, self.lengths[:, None], token[:, None])

@@ -1,6 +1,6 @@
 """Describe parts of a model's shape that only some families have. Pure Python.
 
-Legend: as in `models/shapes.py`.
+Legend: see `models/shapes.py`.
 """
 
 from __future__ import annotations
@@ -11,45 +11,45 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """The routed experts that some layers have in place of one feed-forward part, and how a token chooses among them.
+    """The routed experts of some layers, instead of one feed-forward part, and their routing.
 
-    The probability of an expert is the softmax of all router logits; a token takes the `active` most probable ones.
+    The probability of an expert is the softmax of all router logits; a token takes the `active` most probable experts.
     """
 
-    layers: tuple[int, ...]  # that have experts; the others are dense
+    layers: tuple[int, ...]  # layers with experts; the others are dense
     count: int  # N
-    active: int  # k, of a token
+    active: int  # k, per token
     ff_width: int  # F of one expert
     normalised: bool  # the weights of a token's experts sum to 1
-    balance: float  # factor of the load-balancing loss; 0: the model is trained without
-    biases: bool = False  # of the router and of both matrices of an expert
-    sigmoid: bool = False  # scores of experts are sigmoids, chosen with a bias that is not trained
+    balance: float  # factor of the load-balancing loss; 0: no such loss
+    biases: bool = False  # of the router and of an expert's matrices
+    sigmoid: bool = False  # scores are sigmoids; the choice adds an untrained bias
     scale: float = 1.0  # of the weights
-    groups: int = 1  # of experts, of which a token takes experts from `active_groups`: by the best of each, or best two
+    groups: int = 1  # groups of experts; `active_groups` are eligible, by their best or best two experts
     active_groups: int = 1
-    shared_gate: bool = False  # what every token passes is gated by a sigmoid
-    beside: bool = False  # a dense part has norms of its own, and the router scales what it reads and gives
-    shared_width: int = 0  # feed-forward width of what every token passes besides; 0: none
-    scaled_input: bool = False  # the weights, sigmoids of a token's highest logits, scale what enters its experts
+    shared_gate: bool = False  # the shared experts are gated by a sigmoid
+    beside: bool = False  # a dense part has separate norms, and the router scales its input and output
+    shared_width: int = 0  # feed-forward width of the shared experts; 0: none
+    scaled_input: bool = False  # the weights (sigmoids of a token's highest logits) scale its experts' inputs
     clamp: tuple[float, float] | None = None  # gain and limit of a clamped activation; None: silu(gate) * up
 
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Queries, keys and values through latents; what each is for is in models/latent_attention.py."""
+    """Queries, keys and values through latents; models/latent_attention.py explains the sizes."""
 
-    q_rank: int | None  # None: queries by one product
+    q_rank: int | None  # None: queries by one matmul
     kv_rank: int  # C
-    plain: int  # values of a query and key that are not rotated
-    rotated: int  # R, of the keys the same for all heads
+    plain: int  # unrotated values per query and key
+    rotated: int  # R; for keys shared by all heads
     value: int  # W
     interleaved: bool  # rotated values are neighbouring pairs
-    scale: float  # of the scores, besides E^-0.5
+    scale: float  # of the scores, in addition to E^-0.5
 
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """Layers of a gated delta rule in place of attention; what each size is for is in models/delta_rule.py."""
+    """Layers with a gated delta rule instead of attention; models/delta_rule.py explains the sizes."""
 
     layers: tuple[int, ...]
     key_heads: int  # K
@@ -57,7 +57,7 @@ class DeltaShape:
     key: int  # E
     value: int  # W
     taps: int  # tokens of the convolution
-    by_key_head: bool  # rows of the first products are those of a key head at a time
+    by_key_head: bool  # rows of the first matmuls are grouped by key head
 
     @property
     def channels(self) -> int:
@@ -67,51 +67,51 @@ class DeltaShape:
 
 @dataclass(frozen=True)
 class ChunkShape:
-    """Layers that attend within chunks of a document, and layers without rotary embedding, as Llama 4 has them.
+    """Layers that attend within chunks of a document, and layers without rotary embedding, as in Llama 4.
 
     Rotated values are neighbouring pairs.
     """
 
-    size: int  # tokens of a chunk
-    layers: tuple[int, ...]  # that attend within chunks
+    size: int  # tokens per chunk
+    layers: tuple[int, ...]  # layers that attend within chunks
     unrotated: tuple[int, ...]  # layers without rotary embedding
-    temperature: tuple[int, float] | None  # of unrotated layers' queries: tokens a step, and its factor
-    normed: bool  # queries and keys of rotated layers, by a norm without weights
+    temperature: tuple[int, float] | None  # of unrotated layers' queries: tokens per step, and its factor
+    normed: bool  # queries and keys of rotated layers have a norm without weights
 
 
 @dataclass(frozen=True)
 class ByLayer:
-    """What layers of one model have of different sizes; `ModelShape.at` gives the shape of each."""
+    """Parts with different sizes between a model's layers; `ModelShape.at` returns the shape of each layer."""
 
-    wide: tuple[int, ...]  # layers whose heads are of another width than the others'
+    wide: tuple[int, ...]  # layers whose heads have another width
     head_width: int
     kv_heads: int  # of these layers
-    key_is_value: bool  # of these layers: one product gives keys and values
-    sources: tuple[int | None, ...]  # of each layer: the earlier one whose keys and values it reads; None: its own
-    ff_factor: int  # of the feed-forward width of layers that read another's keys and values
-    input_width: int  # P: values of a token that each layer gets in addition to the stream; 0: none
-    input_words: int  # rows of their embedding
+    key_is_value: bool  # of these layers: one matmul for keys and values
+    sources: tuple[int | None, ...]  # per layer: the earlier layer whose keys and values it reads; None: its own
+    ff_factor: int  # of the feed-forward width of layers that read an earlier layer's keys and values
+    input_width: int  # P: values per token and layer in addition to the stream; 0: none
+    input_words: int  # rows of the embedding of these inputs
 
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Constants of a model's config.json by which values are multiplied."""
+    """Constant factors in a model's config.json."""
 
     embedding: float = 1.0
-    scores: float = 1.0  # besides E^-0.5
-    residual: float = 1.0  # of what attention and feed-forward part add to the stream
+    scores: float = 1.0  # in addition to E^-0.5
+    residual: float = 1.0  # of the outputs of attention and feed-forward part
     logits: float = 1.0
 
 
 class LinearShape(NamedTuple):
     """A linear of our decoder, in the layers that have it."""
 
-    module: str  # its name within a block: "latent.q_a"
+    module: str  # its name in a block: "latent.q_a"
     inputs: int
-    pieces: dict[str, int]  # rows of each, by its published name; of dense parts beside experts that begins as "dense."
+    pieces: dict[str, int]  # rows by published name, with the prefix "dense." for dense parts next to experts
     layers: tuple[int, ...]
     bias: bool = False
-    joined: tuple[int, ...] = ()  # rows of each piece, where one published tensor has several
+    joined: tuple[int, ...] = ()  # rows of each piece, if one published tensor has several
 
     @property
     def outputs(self) -> int:

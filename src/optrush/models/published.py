@@ -25,7 +25,7 @@ def _llama(
 # Published configurations, by the name that `shape:` takes.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _llama(2048, 8192, 32, 16, 32.0, tied=True, head_dim=64),
-    # For a fair comparison with systems whose head is never tied.
+    # For a fair comparison with systems that never tie the head.
     "llama-3.2-1b-untied": _llama(2048, 8192, 32, 16, 32.0, tied=False, head_dim=64),
     "llama-3.2-3b": _llama(3072, 8192, 24, 28, 32.0, tied=True, head_dim=128),
     "llama-3.1-8b": _llama(4096, 14336, 32, 32, 8.0, tied=False),

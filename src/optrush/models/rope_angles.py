@@ -1,15 +1,15 @@
-"""Compute the angles of rotary position embeddings, of every kind that our decoder has.
+"""Compute the angles of rotary position embeddings, of every kind that our decoder supports.
 
     default    position / theta^(2 i / E)                       arXiv:2104.09864
     linear     positions divided by a factor                    arXiv:2306.15595
     llama3     long waves slowed, short ones kept               Llama 3.1's code
     yarn       a ramp between both, by the turns of a wave within the original context; arXiv:2309.00071
-    dynamic    theta grows with a document beyond the model's positions ("NTK-aware"), as transformers has it
+    dynamic    theta grows with a document beyond the model's positions ("NTK-aware"), like in transformers
     longrope   two sets of factors, for documents within and beyond the original context; arXiv:2402.13753
-    proportional  the short waves of a whole head; the others do not turn, as in Gemma 4
+    proportional  only the short waves of a head rotate, as in Gemma 4
 
-Differs from transformers for dynamic and longrope: by the length of each document instead of that of the batch's
-longest, so that a document's angles are those that it has alone.
+Differs from transformers for dynamic and longrope: they depend on the length of each document instead of the batch's
+longest, so a document's angles do not depend on other documents.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from optrush.models.rope_config import RopeShape
 
 
 def frequencies(rope: RopeShape, width: int) -> Tensor:
-    """Return (width / 2,) float32 radians a position, on the CPU; of longrope (2, width / 2): short, long."""
+    """Return (width / 2,) float32 radians per position, on the CPU; for longrope (2, width / 2): short, long."""
     exponent = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
     waves = rope.theta**exponent
     inverse = 1.0 / waves
@@ -48,7 +48,7 @@ def frequencies(rope: RopeShape, width: int) -> Tensor:
 
 
 def _ramp(rope: RopeShape, width: int) -> Tensor:
-    """Return (width / 2,) from 0, for waves that turn often in the original context, to 1."""
+    """Return (width / 2,), from 0 for waves with many turns in the original context, to 1."""
 
     def dimension(turns: float) -> float:
         return width * math.log(rope.original_max / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -62,9 +62,9 @@ def _ramp(rope: RopeShape, width: int) -> Tensor:
 
 
 def angles(rope: RopeShape, inverse: Tensor, positions: Tensor) -> Tensor:
-    """Return float32 angles (B, T, width / 2) of positions (B, T) that restart with each document.
+    """Return float32 angles (B, T, width / 2) for positions (B, T) that restart with each document.
 
-    Positions may be those of each angle, (B, T, width / 2), where the rotation does not depend on a document's length.
+    Positions may differ by angle, (B, T, width / 2), if the rotation does not depend on a document's length.
 
     Args:
         inverse: `frequencies`, on the device of the positions.
@@ -83,9 +83,9 @@ def angles(rope: RopeShape, inverse: Tensor, positions: Tensor) -> Tensor:
 
 
 def query_scales(temperature: tuple[int, float] | None, positions: Tensor) -> Tensor:
-    """Return float32 (B, T, 1, 1): what layers without a rotation multiply queries by, at positions (B, T).
+    """Return float32 (B, T, 1, 1): the factors of queries in layers without a rotation, at positions (B, T).
 
-    Source: Nakanishi 2025 (arXiv:2501.19399), in steps as Llama 4 has it.
+    Source: Nakanishi 2025 (arXiv:2501.19399), in steps as in Llama 4.
     """
     if temperature is None:
         return positions.new_ones((), dtype=torch.float32).expand(*positions.shape, 1, 1)

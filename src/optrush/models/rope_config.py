@@ -15,19 +15,19 @@ HF = Mapping[str, Any]  # a config.json
 
 @dataclass(frozen=True)
 class RopeShape:
-    """Rotary embedding; what each kind reads is in models/rope_angles.py."""
+    """Rotary embedding; models/rope_angles.py explains the kinds."""
 
     kind: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # this and the next one: of 'llama3'
+    low_freq_factor: float = 1.0  # this and the next: for 'llama3'
     high_freq_factor: float = 4.0
     original_max: int = 8192
     scale: float = 1.0  # of cosines and sines
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    part: float = 1.0  # of the values of a head that turn; of 'proportional'
+    part: float = 1.0  # rotated part of a head's values; for 'proportional'
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
@@ -38,7 +38,7 @@ class RopeShape:
 
 
 def rope_settings(hf: HF) -> dict[str, Any]:
-    """Return the mapping of rotary settings in a config.json, of either form; empty: the defaults."""
+    """Return the rotary settings of a config.json, in either form; empty: the defaults."""
     return dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
 
 
@@ -58,10 +58,10 @@ _ROPE_NEEDS = {
 
 
 def read_rope(hf: HF, width: int) -> RopeShape:
-    """Read both forms: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier versions).
+    """Read either form: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier versions).
 
     Args:
-        width: of the part of a head that is rotated.
+        width: of the rotated part of a head.
     """
     given, kind = rope_settings(hf), rope_kind(hf)
     theta = given.get("rope_theta", hf.get("rope_theta"))
@@ -96,7 +96,7 @@ def read_rope(hf: HF, width: int) -> RopeShape:
 
 
 def _longrope(given: HF, factor: float, original: float, width: int) -> dict[str, Any]:
-    """Return the fields of a longrope: its two lists of factors, and the scale of cosines and sines."""
+    """Return a longrope's fields: its two lists of factors, and the scale of cosines and sines."""
     scale = given.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -110,20 +110,20 @@ def _longrope(given: HF, factor: float, original: float, width: int) -> dict[str
 
 
 def _yarn_scale(given: HF, factor: float) -> float:
-    """Return the factor of cosines and sines: 0.1 ln(factor) + 1, or the ratio of two such ones (DeepSeek's)."""
+    """Return the factor of cosines and sines: 0.1 ln(factor) + 1, or a ratio of two of these (DeepSeek)."""
 
     def scale(by: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
-    one, other = given.get("mscale"), given.get("mscale_all_dim")
-    return scale(one) / scale(other) if one and other else scale(1.0)
+    mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
+    return scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale(1.0)
 
 
 def rope_by_kind(full: HF, spec: FamilySpec) -> tuple[HF, HF | None]:
-    """Return what layers of full attention read their rotary embedding from, and layers with a window; None: the same.
+    """Return the config of full attention layers' rotary embedding, and of windowed layers'; None: the same.
 
-    In `rope_parameters` each kind of layers has a mapping of its own; in the earlier form the scaling is that of full
-    attention, and `rope_local_base_freq` the base of the others.
+    `rope_parameters` may have one mapping per kind of layer; in the earlier form the scaling applies to full attention,
+    and `rope_local_base_freq` is the base of windowed layers.
     """
     if not spec.local_rope:
         return full, None
@@ -140,13 +140,13 @@ def _differs(given: Mapping[str, Any]) -> bool:
 
 
 def rotary_part(full: HF) -> float:
-    """Return the part of each head that is rotated."""
+    """Return the rotated part of each head."""
     part = rope_settings(full).get("partial_rotary_factor") or full.get("partial_rotary_factor")
     return 1.0 if part is None else float(part)
 
 
 def rope_obstacle(hf: HF, spec: FamilySpec) -> str | None:
-    """Return the reason why our decoder does not compute the rotary embedding of a family's config.json."""
+    """Return the reason why our decoder does not support a config.json's rotary embedding; None: it does."""
     rope, kind = rope_settings(hf), rope_kind(hf)
     if _differs(rope):
         if not spec.local_rope:

@@ -1,8 +1,8 @@
-"""Sample answers to prompts from the decoder that is trained, many at a time.
+"""Sample answers to prompts from the decoder in training, many at a time.
 
-Sequences take slots of a cache; one that ends leaves its slot to the next in the queue (continuous batching). The
-random number of a token follows from (seed, prompt, member, position) alone, never from which sequences are sampled at
-the same time, from the number of slots or from an earlier draw. Probabilities depend on the batch in their last digits.
+Sequences use slots of a cache; a finished one leaves its slot to the next in the queue (continuous batching). A token's
+random number depends only on (seed, prompt, member, position): not on concurrent sequences, the number of slots or
+earlier draws. Probabilities depend on the batch in their last digits.
 
 Shapes: S slots, V vocabulary.
 """
@@ -24,9 +24,9 @@ from optrush.data.schema import Document
 from optrush.models.decoder import Decoder
 from optrush.models.kv_cache import BUCKET, SlotCache, Step
 
-CHECK = 16  # tokens between two looks at which sequences have ended, on a GPU
-FEW = 16  # a share of the slots that is waited for before further prompts pass
-PROMPTS = 8192  # tokens of prompts in one packed pass
+CHECK = 16  # tokens between checks for ended sequences, on a GPU
+FEW = 16  # 1 / FEW of the slots must be free before more prompts pass
+PROMPTS = 8192  # prompt tokens per packed pass
 
 
 class PromptIds(NamedTuple):
@@ -40,11 +40,11 @@ class PromptIds(NamedTuple):
 class SampledAnswer:
     """A sampled continuation of a prompt.
 
-    log_p: of each of its tokens, natural logarithms under the temperature.
-    ended: its last token is one that ends an answer; else it was cut off.
+    log_p: per token, natural logarithms under the temperature.
+    ended: its last token is an end-of-answer token; otherwise it was cut off.
     """
 
-    prompt: int  # the place among the prompts that were given
+    prompt: int  # index among the given prompts
     member: int
     ids: list[int]
     log_p: list[float]
@@ -54,15 +54,15 @@ class SampledAnswer:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How answers are drawn.
+    """Sampling settings.
 
     temperature: 0 takes the likeliest token.
-    ends: token ids that end an answer.
-    top_k: of so many likeliest tokens; 0: of all.
-    top_p: of the fewest tokens whose probabilities, after the others, sum to it.
+    ends: end-of-answer token ids.
+    top_k: number of likeliest tokens to sample from; 0: all.
+    top_p: sample from the fewest tokens whose probabilities, after the other settings, sum to it.
     """
 
-    most: int  # tokens of an answer
+    most: int  # tokens per answer
     temperature: float
     ends: tuple[int, ...]
     seed: int
@@ -78,7 +78,7 @@ def sample(
     drawing: Drawing,
     precision: AbstractContextManager[object] | None = None,
 ) -> list[SampledAnswer]:
-    """Return `members` answers to each prompt, prompt by prompt; arguments and errors as `SamplingEngine`'s."""
+    """Return `members` answers to each prompt, prompt by prompt; arguments and errors: see `SamplingEngine`."""
     if not prompts or not members:
         return []
     slots = min(drawing.slots, len(prompts) * members)
@@ -86,17 +86,17 @@ def sample(
     try:
         return engine.sample(prompts, members, drawing, precision)
     finally:
-        engine.cache.layers.clear()  # they refer to the cache, which would be freed at some later time
+        engine.cache.layers.clear()  # they refer to the cache: a cycle, which would be freed later
 
 
 Weigh = Callable[[Tensor, Tensor, Callable[[], Tensor] | None], Tensor]
 
 
 class AnswerEngine(Protocol):
-    """Sample answers to prompts: our decoder, a model of transformers, or a server.
+    """Samples answers to prompts: our decoder, a transformers model, or a server.
 
-    weigh: where another program samples, returns the importance weights of tokens (N,) from their log-probabilities as
-        sampled, by the model that is trained, and by that before training, if there is such; every rank calls it.
+    weigh: if another program samples: returns the importance weights of tokens (N,) from their log-probabilities as
+        sampled, by the trained model, and by the model before training, if any; called on every rank.
     """
 
     @property
@@ -116,21 +116,21 @@ class AnswerEngine(Protocol):
 class SamplingEngine:
     """Slots of sequences and their states; on CUDA a step of all slots is one recorded graph.
 
-    Memory: the cache, and 16 bytes a token of an answer and slot, for as long as the engine is kept.
+    Memory: the cache, and 16 bytes per answer token and slot, as long as the engine exists.
     """
 
     note: str | None = None
     weigh = None
 
     def __init__(self, model: Decoder, slots: int, room: int, most: int) -> None:
-        """Allocate the sequences' state; the cache is allocated by the first prompt.
+        """Allocate the sequences' state; the first prompt allocates the cache.
 
         Args:
-            room: tokens of a slot, prompt and answer.
-            most: tokens of an answer.
+            room: tokens per slot, prompt and answer.
+            most: tokens per answer.
 
         Raises:
-            NeedsError: as `kv_cache.check_cacheable`.
+            NeedsError: see `kv_cache.check_cacheable`.
         """
         self.model, self.most, S = model, most, slots
         self.cache = SlotCache(model, slots, room)
@@ -143,11 +143,11 @@ class SamplingEngine:
         self.live, self.ended = zeros(S, dtype=torch.bool), zeros(S, dtype=torch.bool)
         self.out = zeros(S, most)
         self.log_p, self.entropy = (zeros(S, most, dtype=torch.float32) for _ in range(2))
-        self.first = torch.arange(S, device=device) * self.cache.room  # places of the slots' first tokens
+        self.first = torch.arange(S, device=device) * self.cache.room  # positions of the slots' first tokens
         self.span = 0
         self.ends_of: dict[Drawing, Tensor] = {}
         self.graphs: dict[Drawing, torch.cuda.CUDAGraph] = {}
-        self.places: list[int] = []  # of the weights that the graphs read
+        self.places: list[int] = []  # addresses of the weights that the graphs read
 
     @torch.no_grad()
     def sample(
@@ -157,14 +157,14 @@ class SamplingEngine:
         """Return `members` answers to each prompt, prompt by prompt.
 
         Args:
-            prompts: with an answer no longer than the room.
-            drawing: with answers no longer than `most`.
-            precision: the context of the model's forward passes, such as autocast; it must cast anew at each step.
+            prompts: fitting into the room with an answer.
+            drawing: with answers of up to `most` tokens.
+            precision: the context of the model's forward passes, such as autocast; it must cast anew in each step.
         """
         self.prompts, self.drawing, self.queue = prompts, drawing, deque[tuple[int, int]]()
         self.slot_of: dict[int, tuple[int, int]] = {}  # slot -> prompt, member
         self.answers: list[SampledAnswer] = []
-        if drawing not in self.ends_of:  # at an address of its own, which a recording reads
+        if drawing not in self.ends_of:  # at a fixed address, which a recording reads
             self.ends_of[drawing] = torch.tensor(drawing.ends, dtype=torch.int64, device=self.device)
         self.live.zero_()
         self.span, cuda = 0, self.device.type == "cuda"
@@ -182,41 +182,41 @@ class SamplingEngine:
         return sorted(self.answers, key=lambda a: (a.prompt, a.member))
 
     def recordable(self) -> bool:
-        """Return whether no product of experts reads its groups on the host, as all do but torch's own in bfloat16."""
+        """Return whether no expert matmul reads its groups on the host: only torch's in bfloat16 does not."""
         if self.model.shape.experts is None:
             return True
         keys, card = self.cache.layers[0].keys, torch.cuda.get_device_capability(self.device)
         return keys is not None and keys.dtype == torch.bfloat16 and card[0] in (9, 10)
 
     def replay(self) -> None:
-        """Continue every sequence by one token: as recorded, after a first step that is not (kernels are made in it).
+        """Continue every sequence by one token, recorded after a first unrecorded step (which compiles kernels).
 
-        A recording holds the addresses of weights, cache and state; all change in place.
+        A recording holds the addresses of weights, cache and state, which change in place.
         """
         if (graph := self.graphs.get(self.drawing)) is not None:
             graph.replay()
             return
         self.advance()
-        side, here = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+        side, current = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        side.wait_stream(here)
+        side.wait_stream(current)
         with torch.cuda.stream(side):
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # a loader's threads pin memory
             try:
                 self.advance()
             except BaseException:
-                with suppress(RuntimeError):  # of a capture that has failed; the first error says why
+                with suppress(RuntimeError):  # of the failed capture; the first error has the reason
                     graph.capture_end()
                 raise
             graph.capture_end()
         self.graphs[self.drawing] = graph
-        here.wait_stream(side)
+        current.wait_stream(side)
 
     def admit(self) -> None:
-        """Pass the prompts of the next sequences, and draw their first tokens."""
+        """Run the prompts of the next sequences, and draw their first tokens."""
         free = [slot for slot in range(self.cache.slots) if slot not in self.slot_of]
-        if self.slot_of and len(free) * FEW < self.cache.slots:  # a pass costs as much for one prompt as for many
+        if self.slot_of and len(free) * FEW < self.cache.slots:  # a pass costs the same for one prompt as for many
             return
         taken: dict[int, list[tuple[int, int]]] = {}  # prompt -> its slots and members
         tokens = 0
@@ -241,45 +241,45 @@ class SamplingEngine:
         batch = collate([documents], wide, single=len(documents) == 1, most=len(documents) + 1)
         target, source, last, slots = list[np.ndarray](), list[np.ndarray](), list[int](), list[int]()
         at = 0
-        for (_, mine), n in zip(taken.items(), lengths, strict=True):
-            for slot, _ in mine:
+        for (_, held), n in zip(taken.items(), lengths, strict=True):
+            for slot, _ in held:
                 target.append(slot * self.cache.room + np.arange(n))
                 source.append(at + np.arange(n))
                 last.append(at + n - 1)
                 slots.append(slot)
             at += n
 
-        def there(values: Sequence[int] | np.ndarray) -> Tensor:
+        def tensor(values: Sequence[int] | np.ndarray) -> Tensor:
             return torch.as_tensor(np.asarray(values, np.int64), device=self.device)
 
-        self.cache.step = Step(there(np.concatenate(target)), there(np.concatenate(source)))
+        self.cache.step = Step(tensor(np.concatenate(target)), tensor(np.concatenate(source)))
         batch = batch.to(self.device)
         hidden = self.model(batch.tokens, batch.positions, batch.documents)
-        at_slots = there(slots)
-        members = [(p, m, n) for (p, mine), n in zip(taken.items(), lengths, strict=True) for _, m in mine]
-        self.number[at_slots] = there([self.prompts[p].number for p, _, _ in members])
-        self.member[at_slots] = there([m for _, m, _ in members])
-        self.length[at_slots] = there([n for _, _, n in members])
+        at_slots = tensor(slots)
+        members = [(p, m, n) for (p, held), n in zip(taken.items(), lengths, strict=True) for _, m in held]
+        self.number[at_slots] = tensor([self.prompts[p].number for p, _, _ in members])
+        self.member[at_slots] = tensor([m for _, m, _ in members])
+        self.length[at_slots] = tensor([n for _, _, n in members])
         self.made[at_slots], self.live[at_slots], self.ended[at_slots] = 0, True, False
         self.span = max([self.span, *lengths])
-        logits = self.model.head.logits(hidden[0, there(last)])
+        logits = self.model.head.logits(hidden[0, tensor(last)])
         fresh = torch.zeros_like(self.live)
         fresh[at_slots] = True
-        whole = logits.new_zeros(self.cache.slots, logits.shape[-1])
-        whole[at_slots] = logits
-        self._draw(whole, fresh)
+        padded = logits.new_zeros(self.cache.slots, logits.shape[-1])
+        padded[at_slots] = logits
+        self._draw(padded, fresh)
 
     def advance(self) -> None:
         """Continue every sequence by one token."""
         S, room = self.cache.slots, self.cache.room
-        self.span += 1  # read on a CPU alone
+        self.span += 1  # used only on a CPU
         span = min(room, -(-self.span // BUCKET) * BUCKET)
         target = torch.where(self.live, self.first + self.length, S * room)
         lengths = torch.where(self.live, self.length + 1, 0)
         self.cache.step = Step(target, lengths=lengths, span=span)
-        one = torch.arange(S + 1, dtype=torch.int32, device=self.device)
+        starts = torch.arange(S + 1, dtype=torch.int32, device=self.device)
         documents = Documents(
-            one, torch.zeros(S, 1, dtype=torch.int32, device=self.device), 1, True, self.live[:, None]
+            starts, torch.zeros(S, 1, dtype=torch.int32, device=self.device), 1, True, self.live[:, None]
         )
         positions = torch.where(self.live, self.length, 0).int()[:, None]
         hidden = self.model(self.token[:, None], positions, documents)
@@ -287,7 +287,7 @@ class SamplingEngine:
         self._draw(self.model.head.logits(hidden[:, 0]), self.live)
 
     def _draw(self, logits: Tensor, who: Tensor) -> None:
-        """Draw a token from logits (S, V) for the slots of a mask (S,), and end what it ends."""
+        """Draw a token from logits (S, V) for the slots of a mask (S,), and end finished answers."""
         if logits.is_cuda:
             from optrush.kernels.draw_triton import draw
 
@@ -313,7 +313,7 @@ class SamplingEngine:
         self.live &= ~(ends | (who & (self.made >= self.drawing.most)))
 
     def collect(self) -> None:
-        """Take the answers that have ended out of their slots."""
+        """Collect finished answers and free their slots."""
         live = self.live.tolist()
         done = [slot for slot in self.slot_of if not live[slot]]
         if not done:
@@ -333,7 +333,7 @@ def draw_tokens(
     """Draw a token from each row of logits (S, V): the tokens, their log-probabilities and the entropies, (S,) each.
 
     Args:
-        number, member, position: (S,) int64, which the draws follow from with the seed.
+        number, member, position: (S,) int64, which determine the draws together with the seed.
     """
     logits, greedy = keep_likeliest(logits, drawing).float(), drawing.temperature == 0
     log_p = torch.log_softmax(logits if greedy else logits / drawing.temperature, -1)
@@ -350,7 +350,7 @@ def draw_tokens(
 
 
 def keep_likeliest(logits: Tensor, drawing: Drawing) -> Tensor:
-    """Return logits (S, V) without the tokens that are not drawn, which have -inf; at least one is left.
+    """Return logits (S, V) with -inf for excluded tokens; at least one remains.
 
     Source: Fan et al., https://arxiv.org/abs/1805.04833 (top k); Holtzman et al., https://arxiv.org/abs/1904.09751
     """
@@ -371,7 +371,7 @@ _M1, _M2, _STEP = (x - 2**64 if x >= 2**63 else x for x in (0xBF58476D1CE4E5B9, 
 
 
 def uniform(seed: int, *keys: Tensor) -> Tensor:
-    """Return numbers in [0, 1) that follow from the seed and keys (S,) int64: (S,) float64.
+    """Return (S,) float64 numbers in [0, 1), determined by the seed and keys (S,) int64.
 
     Source: the mixing function of SplitMix64, Steele et al., https://doi.org/10.1145/2660193.2660195
     """
@@ -380,7 +380,7 @@ def uniform(seed: int, *keys: Tensor) -> Tensor:
         return (x >> n) & ((1 << (64 - n)) - 1)  # int64 keeps its sign
 
     state = torch.full_like(keys[0], seed)
-    for key in (torch.zeros_like(state), *keys):  # the seed is mixed before the first key: others are no permutation
+    for key in (torch.zeros_like(state), *keys):  # mix the seed first: else a seed only permutes draws
         state = (state ^ key) + _STEP
         state = (state ^ shifted(state, 30)) * _M1
         state = (state ^ shifted(state, 27)) * _M2

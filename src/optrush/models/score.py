@@ -1,7 +1,7 @@
-"""Replace the head of a causal language model by a linear of one row: a score of each token, for reward models.
+"""Replace the head of a causal language model by a linear with one row: a score per token, for reward models.
 
-The published model is transformers' ...ForSequenceClassification with one label, whose score of a text is that of its
-last token which is not `pad_token_id`.
+The published model is transformers' ...ForSequenceClassification with one label, which scores a text at its last token
+that is not `pad_token_id`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ NAME, LABEL = "score.weight", "LABEL_0"
 
 
 class ScoreHead(Head):
-    """A head whose forward gives the score of each token: (B, T, D) -> (B, T)."""
+    """A head that returns the score of each token: (B, T, D) -> (B, T)."""
 
     scores = True
 
     def __init__(self, weight: Tensor, pad: int | None) -> None:
-        """pad: the token that no text ends with, if there is one."""
+        """pad: a token that does not end a text, if any."""
         super().__init__(weight)
         self.pad, self.nll = pad, Scores()
 
@@ -40,7 +40,7 @@ def score_head(
 ) -> tuple[WeightMap, dict[str, Any]]:
     """Replace the head, its entries of the weight map and its keys of config.json; return both.
 
-    The head begins as a normal draw of config.json's `initializer_range`, from the seed.
+    The head is initialized by a normal draw with config.json's `initializer_range` and the seed.
 
     Raises:
         NeedsError: transformers has no such model of this family.
@@ -62,10 +62,10 @@ def score_head(
     drawn = RandomInit(seed, float(hf.get("initializer_range") or 0.02), {})
     fillers: dict[str, Initializer] = {**recipe.fillers, "head.weight": partial(_fill, drawn, shape)}
     names = {"architectures": [published.__name__], "id2label": {"0": LABEL}, "label2id": {LABEL: 0}}
-    made = WeightMap(
+    weight_map = WeightMap(
         entries, recipe.source, recipe.buffers, fillers, recipe.stored_names, published.__name__, recipe.growth
     )
-    return made, {**hf, **names}
+    return weight_map, {**hf, **names}
 
 
 def _fill(drawn: RandomInit, shape: Shape, local: Tensor, offset: Shape) -> None:

@@ -1,6 +1,6 @@
 """Read the sizes of a model from a Hugging Face config.json; count its parameters and FLOPs. Pure Python.
 
-Legend: T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head width, V vocabulary, L layers,
+Legend: T row length, D width, F feed-forward width, H heads, K key/value heads, E head width, V vocabulary, L layers,
 N experts. The planner needs this module on a machine without torch.
 """
 
@@ -40,17 +40,17 @@ from optrush.models.rope_config import (
 from optrush.models.text_part import OTHER_MEDIA, as_text, is_multimodal, nested_obstacle, text_config
 
 HF = Mapping[str, Any]  # a config.json
-LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # of a model with experts, in metrics.jsonl
+LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # metrics of a model with experts
 
 
-def _others(layers: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
-    left_out = frozenset(those)
-    return tuple(i for i in layers if i not in left_out) if those else layers
+def _others(layers: tuple[int, ...], excluded: tuple[int, ...]) -> tuple[int, ...]:
+    dropped = frozenset(excluded)
+    return tuple(i for i in layers if i not in dropped) if excluded else layers
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of one decoder of a family that our own decoder represents."""
+    """The sizes of a decoder of a family that our own decoder supports."""
 
     family: str
     layers: int
@@ -67,39 +67,39 @@ class ModelShape:
     qk_norm: bool
     norm_eps: float
     rope: RopeShape
-    window: int | None  # a sliding window that some layer uses; None: every layer attends to all earlier tokens
-    window_layers: tuple[int, ...] = ()  # that have it
-    sinks: bool = False  # a learnt logit for each head in the sum of every softmax, to no token
-    rotated: int | None = None  # values of a head that are rotated; None: all of them
-    whole_qk_norm: bool = False  # one norm over all heads of a token, instead of one over each head
+    window: int | None  # the sliding window of some layers; None: every layer attends to all earlier tokens
+    window_layers: tuple[int, ...] = ()  # layers with the window
+    sinks: bool = False  # a learned logit per head in the sum of every softmax, for no token
+    rotated: int | None = None  # rotated values per head; None: all of them
+    whole_qk_norm: bool = False  # one norm over all heads of a token, instead of one per head
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None
     delta: DeltaShape | None = None
     chunks: ChunkShape | None = None
-    gated: bool = False  # attention's output is gated by sigmoids that the product of queries gives
+    gated: bool = False  # attention's output is gated by sigmoids from the query matmul
     centred: bool = False  # norms multiply by 1 + weight
-    norms: str = "before"  # "before" attention and feed-forward part, "after", "around": both, or one for both "beside"
+    norms: str = "before"  # "before" attention and feed-forward part, "after", "around" (both), "beside": one for both
     norm: str = "rms"  # "rms", "layer", or "layer, bias"
-    gelu: bool = False  # the gate's activation is gelu's approximation by tanh; else silu
+    gelu: bool = False  # the gate's activation is tanh-approximated gelu; else silu
     gateless: bool = False  # the feed-forward part has no gate
     multipliers: Multipliers = field(default_factory=Multipliers)
     softcap: float | None = None  # bound of the logits by a tanh
     score_cap: float | None = None  # bound of attention's scores by a tanh
-    local_rope: RopeShape | None = None  # of layers with a window; None: that of all
+    local_rope: RopeShape | None = None  # of layers with a window; None: the same
     unrotated: tuple[int, ...] = ()  # layers without rotary embedding
     pairs: bool = False  # rotated values are neighbouring pairs
     by_layer: ByLayer | None = None  # None: all layers have these sizes
     value_norm: bool = False  # values pass a norm without weights
-    layer_scalar: bool = False  # a constant multiplies what leaves a block
-    parts: str = "qkv"  # of a layer, what its first product gives: "qkv", "qk" (keys are values) or "q"
+    layer_scalar: bool = False  # a constant multiplies a block's output
+    parts: str = "qkv"  # a layer's first linear computes "qkv", "qk" (keys are values) or "q"
 
     @classmethod
     def read(cls, hf: HF) -> ModelShape:
         """Read the shape from a config.json.
 
         Raises:
-            NeedsError: our decoder does not represent it (foreign kind, family, RoPE type...).
-            ConfigError: a size is missing or does not divide.
+            NeedsError: our decoder does not support it (foreign kind, family, RoPE type...).
+            ConfigError: a size is missing or not divisible.
         """
         refuse_foreign(hf)
         if (obstacle := native_obstacle(hf)) is not None:
@@ -147,7 +147,7 @@ class ModelShape:
         )  # fmt: skip
 
     def at(self, layer: int) -> ModelShape:
-        """Return the shape of a model whose layers are all like this one."""
+        """Return the shape of a model whose layers all equal this one."""
         if (b := self.by_layer) is None:
             return self
         E, K, parts = self.head_width, self.kv_heads, "qkv"
@@ -163,17 +163,17 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> dict[ModelShape, tuple[int, ...]]:
-        """The layers of each kind, by a shape whose layers are all of it."""
-        found = dict[ModelShape, tuple[int, ...]]()
+        """The layers by kind, as a shape whose layers all have this kind."""
+        layers_of = dict[ModelShape, tuple[int, ...]]()
         for layer in range(self.layers if self.by_layer else 1):
-            found[self.at(layer)] = (*found.get(self.at(layer), ()), layer)
-        return found if self.by_layer else {self: tuple(range(self.layers))}
+            layers_of[self.at(layer)] = (*layers_of.get(self.at(layer), ()), layer)
+        return layers_of if self.by_layer else {self: tuple(range(self.layers))}
 
     def _by(self, size: Callable[[ModelShape], Any]) -> Iterator[tuple[str, ModelShape, tuple[int, ...]]]:
-        """Yield the layers of each size: what the names of their linears end with, the shape of one of them, layers."""
+        """Yield the groups of layers with equal sizes: the suffix of linear names, a layer's shape, the layers."""
         groups = dict[Any, list[tuple[ModelShape, tuple[int, ...]]]]()
-        for each in self.kinds.items():
-            groups.setdefault(size(each[0]), []).append(each)
+        for item in self.kinds.items():
+            groups.setdefault(size(item[0]), []).append(item)
         for key, members in groups.items():
             suffix = "" if key == next(iter(groups)) else f"_{'_'.join(map(str, key))}"
             yield suffix, members[0][0], tuple(sorted(i for _, layers in members for i in layers))
@@ -183,7 +183,7 @@ class ModelShape:
 
     @property
     def separates(self) -> bool:
-        """Whether documents of one row can be kept apart."""
+        """Whether documents of one row can be separated."""
         return self.family not in UNSEPARATED
 
     @property
@@ -193,7 +193,7 @@ class ModelShape:
 
     @property
     def rotated_width(self) -> int:
-        """Number of values of a head that are rotated."""
+        """Number of rotated values per head."""
         if self.latent is not None:
             return self.latent.rotated
         if self.by_layer is not None:
@@ -202,23 +202,23 @@ class ModelShape:
 
     @property
     def block_norms(self) -> tuple[str, ...]:
-        """The norms of D values that a block has."""
-        found = ("norm1", "norm2", "leaving1", "leaving2")
-        return found[: {"beside": 1, "around": 4}.get(self.norms, 2)]
+        """The norms of D values in a block."""
+        names = ("norm1", "norm2", "leaving1", "leaving2")
+        return names[: {"beside": 1, "around": 4}.get(self.norms, 2)]
 
     @property
     def stream_line(self) -> str:
-        """The ledger's line of a stream of D values that a block's products write: its middle, if it has one."""
+        """The ledger's line of the stream of D values that a block's linears write: its middle, if any."""
         return "input" if self.norms == "beside" else "saved.middle"
 
     @property
     def norm_width(self) -> int:
-        """Number of values of a norm of D values: its weight, and perhaps its bias."""
+        """Number of values of a norm over D values: its weight, and its bias if any."""
         return self.width * (2 if self.norm == "layer, bias" else 1)
 
     @property
     def other_order(self) -> str | None:
-        """What blocks have that differs from norms before each part, whose output is added as it is; None: nothing."""
+        """How blocks differ from norms before each part and an unscaled residual; None: they do not."""
         if self.norms == "beside":
             return "one norm for attention and feed-forward part"
         if self.norms != "before":
@@ -227,12 +227,12 @@ class ModelShape:
 
     @property
     def other_blocks(self) -> str | None:
-        """What the blocks have in place of matrices that every technique for our decoder knows; None: nothing."""
+        """What the blocks have instead of matrices that every technique for our decoder supports; None: nothing."""
         return "experts" if self.experts is not None else self.other_attention
 
     @property
     def other_attention(self) -> str | None:
-        """What the blocks have in place of the usual attention; None: nothing."""
+        """What the blocks have instead of the usual attention; None: nothing."""
         latent, delta = "latent attention", "layers of a delta rule"
         if self.by_layer is not None:
             return "heads, keys and values that differ between layers"
@@ -247,24 +247,24 @@ class ModelShape:
 
     @property
     def attended_width(self) -> int:
-        """Number of values that attention gives a token, of all heads; a mean where layers differ."""
+        """Number of values per token in attention's output, over all heads; a mean if layers differ."""
         if self.by_layer is not None:
             return round(self._mean(lambda s: s.attended_width))
         return self.heads * (self.head_width if self.latent is None else self.latent.value)
 
     @property
     def queries(self) -> float:
-        """Number of values of a token's queries, of all heads; a mean where layers differ."""
+        """Number of values in a token's queries, over all heads; a mean if layers differ."""
         return self._mean(lambda s: s.heads * s.head_width)
 
     @property
     def repeated(self) -> float:
-        """Number of values that a token's keys lack to be one for each query head; a mean where layers differ."""
+        """Number of values added to repeat a token's keys for each query head; a mean if layers differ."""
         return self._mean(lambda s: (s.heads - s.kv_heads) * s.head_width)
 
     @property
     def key_width(self) -> float:
-        """Number of values of a token's keys, or of its values, of all heads: a mean of the two, and of all layers."""
+        """Number of values in a token's keys or values, over all heads: the mean of the two, and of all layers."""
         if self.by_layer is not None:
             return self._mean(lambda s: s.key_width)
         if self.latent is None:
@@ -273,10 +273,10 @@ class ModelShape:
 
     @cached_property
     def linears(self) -> dict[str, LinearShape]:
-        """The linears of the blocks by name: "qkv", "o", "gate_up", "down", of other attention others.
+        """The linears of the blocks by name: "qkv", "o", "gate_up", "down"; other attention has others.
 
-        Experts and their routers are none, but what every token passes beside them is, as `shared_gate_up`, and what
-        layers without experts have, as `dense_gate_up`.
+        Excludes experts and their routers. Includes shared experts as `shared_gate_up`, and the feed-forward part of
+        layers without experts as `dense_gate_up`.
         """
         return dict(self._linears())
 
@@ -284,9 +284,9 @@ class ModelShape:
         D, q, s, d, P = self.width, self.heads * self.head_width, self.latent, self.delta, self.input_width
         every, mixed = tuple(range(self.layers)), () if d is None else d.layers
         attending = _others(every, mixed)
-        for end, one, layers in () if s else self._by(lambda s: (s.parts, s.head_width, s.kv_heads)):
-            q, kv = one.heads * one.head_width, one.kv_heads * one.head_width
-            rows = {f"{part}_proj": q * (1 + self.gated) if part == "q" else kv for part in one.parts}
+        for end, kind, layers in () if s else self._by(lambda s: (s.parts, s.head_width, s.kv_heads)):
+            q, kv = kind.heads * kind.head_width, kind.kv_heads * kind.head_width
+            rows = {f"{part}_proj": q * (1 + self.gated) if part == "q" else kv for part in kind.parts}
             yield f"qkv{end}", self._pieces(LinearShape("qkv", D, rows, _others(layers, mixed), self.qkv_bias))
         if s is not None:
             plain, rank = (D, "q_proj", q, False), s.q_rank
@@ -297,9 +297,9 @@ class ModelShape:
             both = (s.kv_rank, "kv_b_proj", self.heads * (s.plain + s.value), False)
             for name, (inputs, piece, outputs, bias) in {**queries, "kv_a": kv_a, "kv_b": both}.items():
                 yield name, LinearShape(f"latent.{name}", inputs, {piece: outputs}, attending, bias)
-        for end, one, layers in self._by(lambda s: (s.attended_width,)):
+        for end, kind, layers in self._by(lambda s: (s.attended_width,)):
             attending = _others(layers, mixed)
-            yield f"o{end}", LinearShape("o", one.attended_width, {"o_proj": D}, attending, self.o_bias)
+            yield f"o{end}", LinearShape("o", kind.attended_width, {"o_proj": D}, attending, self.o_bias)
         if P:
             yield "input_gate", LinearShape("input_gate", D, {"per_layer_input_gate": P}, every)
             yield "input_out", LinearShape("input_out", P, {"per_layer_projection": D}, every)
@@ -314,16 +314,16 @@ class ModelShape:
         shared = 0 if self.experts is None else self.experts.shared_width
         of, before = ("", "") if self.experts is None else ("dense_", "dense.")
         names, parts = FAMILIES[self.family].names, [("shared_", "", shared, sparse)]
-        parts += [(of, end, one.ff_width, _others(on, sparse)) for end, one, on in self._by(lambda s: (s.ff_width,))]
+        parts += [(of, end, kind.ff_width, _others(on, sparse)) for end, kind, on in self._by(lambda s: (s.ff_width,))]
         for name, end, F, layers in parts:
             if F and layers:
-                up, out = (f"{before}{each.rpartition('.')[2]}" for each in (names["gate_up"][-1], names["down"][0]))
+                up, out = (f"{before}{path.rpartition('.')[2]}" for path in (names["gate_up"][-1], names["down"][0]))
                 pieces = {up: F} if self.gateless else {f"{before}gate_proj": F, f"{before}up_proj": F}
                 yield f"{name}gate_up{end}", self._pieces(LinearShape("gate_up", D, pieces, layers, self.mlp_bias))
                 yield f"{name}down{end}", LinearShape("down", F, {out: D}, layers, self.mlp_bias)
 
     def _pieces(self, linear: LinearShape) -> LinearShape:
-        """Return a linear by its family's names: the same, or all its pieces as one."""
+        """Return a linear with its family's names: unchanged, or all its pieces as one."""
         (first, *others), rows = FAMILIES[self.family].names[linear.module], tuple(linear.pieces.values())
         return (
             linear
@@ -333,12 +333,12 @@ class ModelShape:
 
     @property
     def joined(self) -> frozenset[str]:
-        """The linears of which one published tensor has all pieces."""
+        """The linears whose pieces are all in one published tensor."""
         return frozenset(name for name, linear in self.linears.items() if linear.joined)
 
     @property
     def active_width(self) -> float:
-        """The feed-forward width that a token passes, a mean over the layers: F, or k F of its experts."""
+        """The feed-forward width per token, a mean over the layers: F, or k F with experts."""
         e = self.experts
         if self.by_layer is not None:
             return self._mean(lambda s: s.active_width)
@@ -349,20 +349,20 @@ class ModelShape:
 
     @property
     def fed(self) -> float:
-        """Number of values that the first product of a feed-forward part gives a token."""
+        """Number of values per token in the output of a feed-forward part's first matmul."""
         return self.active_width * (1 if self.gateless else 2)
 
     @property
     def matrix_parameters(self) -> int:
-        """Number of weights in a token's matrix products: N_mm = N_lin + D V; the input embedding is a lookup.
+        """Number of weights in a token's matmuls: N_mm = N_lin + D V; the input embedding is a lookup.
 
-        Of experts those that a token is routed to, and the router.
+        With experts it counts only those that a token is routed to, and the router.
         """
         return self._matrices(False) + self.width * (self.vocab + self.layers * self.input_width)
 
     @property
     def block_matrices(self) -> int:
-        """Number of weights of all matrices of the blocks, experts that a token does not reach too."""
+        """Number of weights of all matrices of the blocks, including experts that a token does not reach."""
         return self._matrices(True)
 
     def _matrices(self, every: bool) -> int:
@@ -370,11 +370,11 @@ class ModelShape:
         matrices = sum(linear.weights for linear in self.linears.values())
         if e is None:
             return matrices
-        each = 3 * D * e.ff_width * (e.count if every else e.active) + D * e.count + (D if e.shared_gate else 0)
-        return matrices + len(e.layers) * each
+        layer = 3 * D * e.ff_width * (e.count if every else e.active) + D * e.count + (D if e.shared_gate else 0)
+        return matrices + len(e.layers) * layer
 
     def named_parameters(self) -> Iterator[tuple[str, int]]:
-        """Yield our decoder's name and the number of values of each parameter that is trained, a tied head's not."""
+        """Yield our decoder's name and number of values of each trained parameter, without a tied head."""
         yield "embedding.weight", self.vocab * self.width
         for layer in range(self.layers):
             yield from ((f"blocks.{layer}.{name}", values) for name, values in self._of_layer(layer))
@@ -385,18 +385,18 @@ class ModelShape:
             yield "head.weight", self.vocab * self.width
 
     def _inputs(self) -> Iterator[tuple[str, int]]:
-        b, all_ = self.by_layer, self.layers * self.input_width
-        yield "inputs.embedding.weight", 0 if b is None else b.input_words * all_
-        yield from (("inputs.project.weight", self.width * all_), ("inputs.norm.weight", self.input_width))
+        b, columns = self.by_layer, self.layers * self.input_width
+        yield "inputs.embedding.weight", 0 if b is None else b.input_words * columns
+        yield from (("inputs.project.weight", self.width * columns), ("inputs.norm.weight", self.input_width))
 
     @property
     def input_width(self) -> int:
-        """Number of values of a token that each layer gets in addition to the stream."""
+        """Number of values per token that each layer gets in addition to the stream."""
         return 0 if self.by_layer is None else self.by_layer.input_width
 
     @property
     def input_parameters(self) -> int:
-        """Number of parameters that make these values for all layers."""
+        """Number of parameters that compute these values for all layers."""
         return sum(n for _, n in self._inputs()) if self.input_width else 0
 
     def _norm(self, name: str) -> Iterator[tuple[str, int]]:
@@ -408,7 +408,7 @@ class ModelShape:
         D, d, e, s = self.width, self.delta, self.experts, self.at(layer)
         E = s.head_width
         mixed = d is not None and layer in d.layers
-        yield from (each for name in self.block_norms for each in self._norm(name))
+        yield from (item for name in self.block_norms for item in self._norm(name))
         for linear in self.linears.values():
             if layer in linear.layers:
                 yield f"{linear.module}.weight", linear.inputs * linear.outputs
@@ -445,7 +445,7 @@ class ModelShape:
 
     @cached_property
     def _kinds(self) -> Counter[int]:
-        """The first layer of each kind, which has the parameters of all others, and their number."""
+        """The first layer of each kind, which has the same parameters as the others, and their number."""
         ways = {linear.layers for linear in self.linears.values()} - {tuple(range(self.layers))}
         members = [frozenset(layers) for layers in ways]
         first: dict[tuple[bool, ...], int] = {}
@@ -454,17 +454,17 @@ class ModelShape:
         return Counter(first.setdefault(tuple(n in of for of in members), n) for n in range(self.layers))
 
     def _sum(self, counted: Callable[[str], bool]) -> int:
-        layers = ((f".{name}", n * many) for one, many in self._kinds.items() for name, n in self._of_layer(one))
+        layers = ((f".{name}", n * count) for layer, count in self._kinds.items() for name, n in self._of_layer(layer))
         return sum(n for name, n in layers if counted(name))
 
     @cached_property
     def parameters(self) -> int:
-        """Number of all parameters, a tied head counted once."""
+        """Number of all parameters, counting a tied head once."""
         return self._sum(lambda _: True) + self.outer_parameters
 
     @property
     def outer_parameters(self) -> int:
-        """Number of parameters outside the blocks: embeddings, the last norm, and a head of its own."""
+        """Number of parameters outside the blocks: embeddings, the last norm, and an untied head."""
         return self.vocab * self.width * (1 if self.tied else 2) + self.norm_width + self.input_parameters
 
     @property
@@ -474,25 +474,25 @@ class ModelShape:
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Number of parameters that single experts have, without their routers."""
+        """Number of parameters of all experts, without their routers."""
         return self._sum(lambda name: name.startswith(".experts.") and ".router" not in name)
 
     def flops(self, tokens: int, attended: int) -> int:
-        """Return the FLOPs of a step's forward and backward pass: 6 N_mm a token, and causal attention.
+        """Return the FLOPs of a step's forward and backward pass: 6 N_mm per token, and causal attention.
 
         Args:
             tokens: real tokens.
-            attended: sum of squared document lengths; half of those products are above the diagonal and not counted.
+            attended: sum of squared document lengths; half of these products are above the diagonal and not counted.
         """
-        products = self.queries + self.attended_width  # of a query: with a key, and with a value
+        products = self.queries + self.attended_width  # multiply-adds per query and token: with keys, and with values
         flop = 6 * self.matrix_parameters * tokens + round(3 * attended * products * self.attention_layers)
-        if (d := self.delta) is not None:  # the state read, corrected and read again; and the convolution
+        if (d := self.delta) is not None:  # the state is read, corrected and read again; plus the convolution
             flop += 6 * tokens * len(d.layers) * (3 * d.heads * d.key * d.value + d.taps * d.channels)
         return flop
 
 
 def _is_on(switch: Switch, full: HF) -> bool:
-    """Return whether a switch of a family is on, which a key of config.json may decide."""
+    """Return whether a switch of a family is on, possibly decided by a key of config.json."""
     return bool(full.get(switch, False)) if isinstance(switch, str) else switch
 
 
@@ -504,7 +504,7 @@ def _size(hf: HF, key: str) -> int:
 
 
 def _cap(full: HF, key: str) -> float | None:
-    """Read a bound by a tanh; None or 0: there is none."""
+    """Read a bound by a tanh; None or 0: no bound."""
     if not (value := full.get(key)):
         return None
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
@@ -513,7 +513,7 @@ def _cap(full: HF, key: str) -> float | None:
 
 
 def _delta(full: HF, spec: FamilySpec) -> DeltaShape:
-    """Read the layers of a delta rule, every one but each fourth unless listed."""
+    """Read the delta-rule layers: all but every fourth, unless listed."""
     L, every = _size(full, "num_hidden_layers"), _size(full, "full_attention_interval")
     kinds = full.get("layer_types") or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(L)]
     heads, key_heads = _size(full, "linear_num_value_heads"), _size(full, "linear_num_key_heads")
@@ -529,14 +529,14 @@ def _delta(full: HF, spec: FamilySpec) -> DeltaShape:
 
 
 def _by_layer(full: HF, windowed: tuple[int, ...]) -> ByLayer:
-    """Read the sizes of layers that differ: those without a window have heads of their own."""
+    """Read the sizes of layers that differ: layers without a window have different heads."""
     L, keys = _size(full, "num_hidden_layers"), ("head_dim", "num_key_value_heads")
     wide, asked = _others(tuple(range(L)), windowed), "layers of different sizes from config.json"
     given, same = full.get("per_layer_config"), bool(full.get("attention_k_eq_v"))
     if given is None:
         few = full.get("num_global_key_value_heads") if same else None
         given = {i: {"head_dim": full["global_head_dim"], **({keys[1]: few} if few else {})} for i in wide}
-    given = {str(layer): own for layer, own in given.items()} if isinstance(given, Mapping) else {"": given}
+    given = {str(layer): sizes_of for layer, sizes_of in given.items()} if isinstance(given, Mapping) else {"": given}
     wrong = (i not in map(str, wide) or not isinstance(o, Mapping) or {*o} - {*keys} for i, o in given.items())
     other = any(wrong)
     sizes = set() if other else {tuple(_size({**full, **given.get(str(i), {})}, k) for k in keys) for i in wide}
@@ -563,7 +563,7 @@ def _by_layer(full: HF, windowed: tuple[int, ...]) -> ByLayer:
 
 
 def _latent(full: HF, spec: FamilySpec) -> LatentShape:
-    """Read the sizes of latent attention; with YaRN scores have the square of its factor for all values of a head."""
+    """Read the sizes of latent attention; with YaRN, scores have the square of its factor for all values of a head."""
     rope, rank = rope_settings(full), full["q_lora_rank"]
     factor, by = float(rope.get("factor") or 1.0), float(rope.get("mscale_all_dim") or 0.0)
     grown = rope_kind(full) != "default" and by and factor > 1
@@ -580,7 +580,7 @@ def _latent(full: HF, spec: FamilySpec) -> LatentShape:
 
 
 def _chunks(full: HF) -> ChunkShape:
-    """Read which layers attend within chunks, and which have no rotary embedding: each fourth one unless listed."""
+    """Read the layers that attend within chunks, and those without rotary embedding: every fourth, unless listed."""
     L, every = _size(full, "num_hidden_layers"), _size(full, "no_rope_layer_interval")
     rotated = full.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(L)]
     kinds = full.get("layer_types") or ["chunked_attention" if yes else "full_attention" for yes in rotated]
@@ -601,7 +601,7 @@ def _chunks(full: HF) -> ChunkShape:
 
 
 def _experts(hf: HF, full: HF, spec: FamilySpec) -> ExpertsShape | None:
-    """Read the experts of a family that has them, in layers `decoder_sparse_step` apart but for `mlp_only_layers`."""
+    """Read the experts of a family with experts, in layers `decoder_sparse_step` apart except `mlp_only_layers`."""
     key, e = next((key for given in (hf, full) for key in EXPERTS if given.get(key) is not None), ""), spec.experts
     if e is None or (e.switch and not full.get(e.switch)) or not (e.switch or full.get(key)):
         return None
@@ -619,7 +619,7 @@ def _experts(hf: HF, full: HF, spec: FamilySpec) -> ExpertsShape | None:
     if count % groups or (sigmoid and count // groups < 2):
         do = "give n_group a divisor with two experts or more in a group"
         raise ConfigError("experts from config.json", f"{key} {count}, n_group {groups}", do)
-    balanced = full.get("output_router_logits") and e.router == "softmax"  # by a loss, in transformers
+    balanced = full.get("output_router_logits") and e.router == "softmax"  # by a loss in transformers
     return ExpertsShape(
         layers=layers, count=count, active=active, ff_width=_size(full, e.width),
         normalised=bool(full.get("norm_topk_prob", False)),
@@ -635,7 +635,7 @@ def _experts(hf: HF, full: HF, spec: FamilySpec) -> ExpertsShape | None:
 
 
 def _expert_layers(full: HF, e: ExpertsSpec) -> tuple[int, ...]:
-    """Return the layers that have experts, by whichever keys a family has for that."""
+    """Return the layers with experts, by the family's keys for this."""
     layers, kinds = range(_size(full, "num_hidden_layers")), full.get("mlp_layer_types")
     if (listed := full.get(e.listed)) is not None:
         return tuple(i for i in layers if i in listed)
@@ -646,14 +646,14 @@ def _expert_layers(full: HF, e: ExpertsSpec) -> tuple[int, ...]:
 
 
 def _multipliers(full: HF, spec: FamilySpec, head_width: int) -> Multipliers:
-    """Read the constants of a family; scores are divided by E^0.5 besides."""
-    found: dict[str, float] = {}
+    """Read the constants of a family; scores have a factor in addition to E^-0.5."""
+    factors: dict[str, float] = {}
     for name, (key, power) in spec.multipliers.items():
         if not isinstance(value := full.get(key), int | float) or isinstance(value, bool) or not value > 0:
             raise ConfigError("a model from config.json", f"{key} is {value!r}", f"give {key} a positive number")
-        found[name] = float(value) ** power
-    scores = found.get("scores", head_width**-0.5) * head_width**0.5
-    return Multipliers(**{**found, "scores": 1.0 if math.isclose(scores, 1) else scores})
+        factors[name] = float(value) ** power
+    scores = factors.get("scores", head_width**-0.5) * head_width**0.5
+    return Multipliers(**{**factors, "scores": 1.0 if math.isclose(scores, 1) else scores})
 
 
 def _unrotated(full: HF, spec: FamilySpec, windowed: tuple[int, ...]) -> tuple[int, ...]:
@@ -673,7 +673,7 @@ def _unrotated(full: HF, spec: FamilySpec, windowed: tuple[int, ...]) -> tuple[i
 
 
 def _window(full: HF, spec: FamilySpec) -> tuple[int | None, tuple[int, ...]]:
-    """Return the sliding window, and the layers that have it."""
+    """Return the sliding window, and the layers that use it."""
     window, layers, rule = full.get("sliding_window"), range(_size(full, "num_hidden_layers")), spec.window
     switched_off = rule in ("switched", "upper") and not full.get("use_sliding_window", False)
     if rule == "none" or window is None or switched_off:
@@ -689,25 +689,25 @@ def _window(full: HF, spec: FamilySpec) -> tuple[int | None, tuple[int, ...]]:
     else:
         begin, step = int(full["max_window_layers"]) if rule == "upper" else 0, 2 if rule == "alternate" else 1
         slides = tuple(layers[begin::step])
-    slides = _others(slides, tuple(layers[-1:])) if spec.by_layer else slides  # as transformers, whatever is listed
+    slides = _others(slides, tuple(layers[-1:])) if spec.by_layer else slides  # like transformers, whatever is listed
     return (int(window), slides) if slides else (None, ())
 
 
 def native_obstacle(hf: HF) -> str | None:
-    """Return the reason why our own decoder cannot represent this config.json; None: it can.
+    """Return the reason why our own decoder does not support this config.json; None: it does.
 
     Raises:
-        NeedsError: a RoPE type in one of our families that transformers does not have either.
+        NeedsError: a RoPE type in one of our families that transformers does not support either.
     """
-    if is_multimodal(hf) and (found := nested_obstacle(hf)) is not None:
-        return found
+    if is_multimodal(hf) and (obstacle := nested_obstacle(hf)) is not None:
+        return obstacle
     hf = as_text(hf)
     family = hf.get("model_type")
     spec = FAMILIES.get(str(family))
     if spec is None:
         return f"model_type {family!r}, where our decoder has {', '.join(FAMILIES)}"
-    if (found := rope_obstacle(hf, spec)) is not None:
-        return found
+    if (obstacle := rope_obstacle(hf, spec)) is not None:
+        return obstacle
     if spec.by_layer and not all(isinstance(value, Mapping) for value in rope_settings(hf).values()):
         return "the same RoPE parameters for all layers; our decoder reads a mapping per layer kind"
     for key, allowed, instead in limits(str(family)):
@@ -736,7 +736,7 @@ def sdpa_obstacle(hf: HF) -> str | None:
 
 
 def refuse_balance(text: HF) -> None:
-    """Raise NeedsError if transformers would add a balance loss of the experts' router, which only our decoder has."""
+    """Raise NeedsError if transformers would add a router balance loss, which only our decoder supports."""
     factor = next((text[key] for key in ("router_aux_loss_coef", "aux_loss_alpha") if text.get(key)), None)
     if text.get("output_router_logits") and factor is not None:
         asked = f"to train a model of type {text.get('model_type')!r} through transformers"
@@ -745,9 +745,9 @@ def refuse_balance(text: HF) -> None:
 
 
 def refuse_foreign(hf: HF) -> None:
-    """Raise NeedsError for what has no unquantized causal language model that is trained on text.
+    """Raise NeedsError for a model without an unquantized causal language model that is trained on text.
 
-    Of a model of images and text that is its language model.
+    For an image-text model this is its language model.
     """
     kind, multimodal, text = str(hf.get("model_type", "")), is_multimodal(hf), as_text(hf)
     asked = f"to train a model of type {kind!r}"
@@ -769,8 +769,8 @@ def refuse_foreign(hf: HF) -> None:
     for name in names:
         if not str(name).endswith(ends):
             raise NeedsError(asked, f"architecture {name}, which is not a causal language model", dense)
-    given = [each.get("quantization_config") for each in (hf, text)]
-    config = next((each for each in given if each is not None), None)
+    given = [part.get("quantization_config") for part in (hf, text)]
+    config = next((settings for settings in given if settings is not None), None)
     packed = isinstance(config, dict) and config.get("quant_method") == "mxfp4"
     readable = is_readable(config) and not multimodal and spec is not None
     if config is not None and not readable and not (packed and spec is not None and spec.mxfp4):

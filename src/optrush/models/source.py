@@ -19,10 +19,10 @@ from optrush.models.config_json import read_config_json
 from optrush.models.shapes import SHAPES
 from optrush.tokenizer_files import PATTERNS
 
-CONFIG = ["config.json"]  # files that are downloaded from the hub
+CONFIG = ["config.json"]  # patterns of files to download from the hub
 TOKENIZER = ["*.json", *PATTERNS]
 WEIGHTS = ["*.safetensors", *TOKENIZER]
-FILES = [*WEIGHTS, "README.md"]  # that are read or copied
+FILES = [*WEIGHTS, "README.md"]  # files to read or copy
 GENERATION = "generation_config.json"
 
 
@@ -30,8 +30,8 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
     """Return the model's folder (None: a shape with random weights) and its config.json.
 
     Args:
-        weights: False downloads only config.json from the hub, and the tokenizer where tokens are added; of a widely
-            used model nothing, since its sizes are stored here.
+        weights: False downloads only config.json from the hub, and the tokenizer if tokens are added; nothing for a
+            widely used model, since its sizes are stored here.
 
     Raises:
         ConfigError: no such folder, shape or hub id; no config.json; not JSON.
@@ -64,13 +64,13 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
 
 @cache
 def _published() -> dict[str, dict[str, Any]]:
-    """Return the sizes and flags of widely used models by hub id, which a plan needs no network for."""
-    found: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "models.json").read_text("utf-8"))
-    return found
+    """Return the sizes and flags of widely used models by hub id, so that a plan needs no network."""
+    models: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "models.json").read_text("utf-8"))
+    return models
 
 
 def known_config(path: str | None) -> dict[str, Any] | None:
-    """Return the config.json of a folder or of a widely used model, without a network; None: it is not here."""
+    """Return the config.json of a folder or a widely used model, without a network; None: not available."""
     file = Path(path or "") / "config.json"
     if path and file.is_file():
         return read_config_json(file)
@@ -78,10 +78,10 @@ def known_config(path: str | None) -> dict[str, Any] | None:
 
 
 def shapes_of(model_type: str) -> dict[str, dict[str, Any]]:
-    """Return the sizes of a family that have a name here; widely used models where none has one of its own."""
+    """Return the named shapes of a family; widely used models if it has none."""
     for known in (SHAPES, _published()):
-        if found := {name: hf for name, hf in known.items() if hf["model_type"] == model_type}:
-            return found
+        if shapes := {name: hf for name, hf in known.items() if hf["model_type"] == model_type}:
+            return shapes
     return {}
 
 
@@ -98,16 +98,16 @@ def _tiny() -> Path:
         try:
             fresh.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was first
+            if not folder.is_dir():  # otherwise another process was first
                 raise
     return folder
 
 
 def _download(name: str, patterns: list[str], revision: str | None = None) -> Path:
-    """Download a model by its hub id: files that match, never its code or its pickles."""
+    """Download a model by its hub id: matching files, never its code or its pickles."""
     asked = f"the model {name}"
     if name.count("/") != 1 or name.startswith((".", "/", "~", "shape:")):
-        shape = name.removeprefix("shape:")  # as `optrush init --model` takes it
+        shape = name.removeprefix("shape:")  # the form of `optrush init --model`
         like = "" if "/" in name else _stored_like(name)
         do = f"name a Hugging Face model's folder, a hub id{f' such as `{like}`' * ('/' in like)}, or `tiny`"
         if shape != name or shape in SHAPES:
@@ -143,12 +143,12 @@ def _download(name: str, patterns: list[str], revision: str | None = None) -> Pa
 
 
 def _stored_like(name: str) -> str:
-    """Return the widely used model or the shape that is spelled almost so, with the same numbers; empty: none is."""
+    """Return the widely used model or shape with a similar name and the same numbers; empty: none."""
     last = {known.rpartition("/")[2].lower(): known for known in (*SHAPES, *_published())}
-    own = name.rpartition("/")[2].lower()
-    close = difflib.get_close_matches(own, last, 5, 0.85)
-    same = [c for c in close if re.findall(r"\d+", c) == re.findall(r"\d+", own)]
-    words = re.findall(r"[a-z]+", own)  # another word is another model
+    wanted = name.rpartition("/")[2].lower()
+    close = difflib.get_close_matches(wanted, last, 5, 0.85)
+    same = [c for c in close if re.findall(r"\d+", c) == re.findall(r"\d+", wanted)]
+    words = re.findall(r"[a-z]+", wanted)  # a different word means a different model
     alike = (c for c in same if all(difflib.get_close_matches(w, words, 1) for w in re.findall(r"[a-z]{2,}", c)))
     return next((last[c] for c in alike), "")
 
@@ -157,18 +157,18 @@ def read_generation(folder: Path) -> dict[str, Any]:
     """Return a folder's generation_config.json; an empty object if there is none.
 
     Raises:
-        ConfigError: it is no JSON object.
+        ConfigError: it is not a JSON object.
     """
     file = folder / GENERATION
     if not file.is_file():
         return {}
     try:
-        found = parse_json(read_file(file))
+        settings = parse_json(read_file(file))
     except ValueError as error:
         raise ConfigError(f"{file}", f"not JSON: {error}", "download the model again") from None
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ConfigError(f"{file}", "not a JSON object", "download the model again")
-    return found
+    return settings
 
 
 def check_positions(hf: dict[str, Any], length: int, asked: str) -> None:
@@ -178,24 +178,24 @@ def check_positions(hf: dict[str, Any], length: int, asked: str) -> None:
         raise ConfigError(asked, f"a model of {positions} positions", f"set data.too_long and batch.seq: {positions}")
 
 
-# --- `model.add_tokens`: the rows of an embedding after special tokens were added to its tokenizer
+# --- `model.add_tokens`: an embedding's rows after special tokens were added to the tokenizer
 #
 # The ids come from the tokenizer itself, so that the plan, the data and the model agree. Rows beyond the tokenizer's
 # length, which many published embeddings have, are used first; then the embedding grows.
 
-MULTIPLE = 128  # a grown vocabulary is a multiple of it: products then have no ragged tile
+MULTIPLE = 128  # a grown vocabulary is a multiple of it: matmuls then have no partial tile
 
 
 class Growth(NamedTuple):
     """Changes of embedding and head for new tokens: rows [first, last) become the mean of the rows before `first`."""
 
     tokens: tuple[str, ...]  # not in the tokenizer before
-    known: tuple[str, ...]  # in the tokenizer before: nothing changes for them
+    known: tuple[str, ...]  # already in the tokenizer: unchanged
     rows: int  # of the published embedding
     first: int
     last: int
-    vocab: int  # rows from now on
-    length: int = 0  # of the tokenizer with the new tokens: rows beyond it have no token
+    vocab: int  # rows after the change
+    length: int = 0  # of the tokenizer with the new tokens: further rows have no token
 
     @property
     def note(self) -> str:
@@ -210,14 +210,14 @@ class Growth(NamedTuple):
 
 
 def grow(config: Config, folder: Path | None, hf: dict[str, Any]) -> Growth | None:
-    """Return the changes for `model.add_tokens`; None: there are none.
+    """Return the changes for `model.add_tokens`; None: no changes.
 
     Raises:
         ConfigError: there is no tokenizer, or no vocab_size; a token cannot be added.
         NeedsError: the tokenizer cannot be opened.
     """
-    asked = config.model.add_tokens
-    if not asked:
+    tokens = config.model.add_tokens
+    if not tokens:
         return None
     folder = folder if config.model.tokenizer is None else Path(config.model.tokenizer)
     if folder is None:
@@ -226,8 +226,8 @@ def grow(config: Config, folder: Path | None, hf: dict[str, Any]) -> Growth | No
     rows = hf.get("vocab_size")
     if not isinstance(rows, int):
         raise ConfigError("`model.add_tokens`", "config.json has no vocab_size", "use another model")
-    start, fresh = _added(folder, asked)
-    known = tuple(token for token in asked if token not in fresh)
+    start, fresh = _added(folder, tokens)
+    known = tuple(token for token in tokens if token not in fresh)
     if not fresh:
         return Growth((), known, rows, rows, rows, rows, start)
     end = start + len(fresh)
@@ -237,7 +237,7 @@ def grow(config: Config, folder: Path | None, hf: dict[str, Any]) -> Growth | No
 
 @cache
 def _added(folder: Path, tokens: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """Return the first new token's id (the tokenizer's length if none is new), and the new tokens by their ids.
+    """Return the first new token's id (the tokenizer's length if none is new), and the new tokens by id.
 
     The ids are consecutive.
 

@@ -1,12 +1,12 @@
-"""Read linears that are quantised on disk as dense weights: FP8, compressed-tensors in FP8, GPTQ and AWQ.
+"""Read linears that are quantized on disk as dense weights: FP8, compressed-tensors in FP8, GPTQ and AWQ.
 
-    fp8                 `weight` float8_e4m3fn (out, in), `weight_scale_inv` a scale each block of 128 x 128
+    fp8                 `weight` float8_e4m3fn (out, in), `weight_scale_inv` one scale per block of 128 x 128
     compressed-tensors  `weight` float8_e4m3fn (out, in), `weight_scale` (out, 1) or one; format `float-quantized`
-    gptq                `qweight` int32 (in 8 / bits / 4, out), `qzeros` and `scales` a group of inputs, `g_idx` (in,)
-    awq                 `qweight` int32 (in, out / 8), `qzeros` and `scales` a group of inputs; version `gemm`, 4 bits
+    gptq                `qweight` int32 (in 8 / bits / 4, out), `qzeros` and `scales` per group of inputs, `g_idx` (in,)
+    awq                 `qweight` int32 (in, out / 8), `qzeros` and `scales` per group of inputs; version `gemm`, 4 bits
 
-A weight is scale * (code - zero), in float32, rounded once to bfloat16. What is trained beside or instead of it, and
-whether it is quantised again, other techniques determine; an export is dense.
+A weight is scale * (code - zero), in float32, rounded once to bfloat16. Other techniques determine what is trained, and
+whether the weight is quantized again; an export is dense.
 
 Sources of the layouts: https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md,
 https://github.com/vllm-project/compressed-tensors, https://github.com/AutoGPTQ/AutoGPTQ (arXiv:2210.17323),
@@ -26,7 +26,7 @@ from optrush.errors import NeedsError
 from optrush.models.config_json import METHODS, is_readable
 from optrush.models.weights import Folder, PackedFolder, Shape, open_weights
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of 8 outputs among the 4-bit fields of an int32
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position of each of 8 outputs among the 4-bit fields of an int32
 SIDES = {
     "fp8": ("weight_scale_inv",), "compressed-tensors": ("weight_scale", "input_scale"),
     "gptq": ("qzeros", "scales", "g_idx"), "awq": ("qzeros", "scales"),
@@ -34,13 +34,13 @@ SIDES = {
 
 
 def opened_weights(folder: Path, hf: Mapping[str, Any]) -> Folder | PackedFolder:
-    """Open the weights of a folder in whatever form they are stored; hf: its config.json."""
+    """Open the weights of a folder in any supported storage form; hf: its config.json."""
     settings = hf.get("quantization_config")
     return QuantizedFolder(folder, settings) if is_readable(settings) else open_weights(folder)
 
 
 def refuse_quantised(folder: Path, hf: Mapping[str, Any]) -> None:
-    """Raise NeedsError for quantised weights of a model that runs through transformers."""
+    """Raise NeedsError for quantized weights of a model that runs through transformers."""
     if is_readable(settings := hf.get("quantization_config")):
         found = "a model that runs through transformers, which does not make them dense"
         do = "set model.implementation: native, or use the unquantised checkpoint"
@@ -48,14 +48,14 @@ def refuse_quantised(folder: Path, hf: Mapping[str, Any]) -> None:
 
 
 class QuantizedFolder(Folder):
-    """A folder whose quantised linears have the names and shapes of dense ones."""
+    """A folder whose quantized linears have the names and shapes of dense ones."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         super().__init__(folder)
         assert is_readable(settings)
         self.method, self.bits = str(settings["quant_method"]), int(settings.get("bits", 4))
         self.block = tuple(settings.get("weight_block_size") or ())
-        # The first layout of GPTQ stores each zero less one.
+        # GPTQ's first layout stores each zero minus one.
         self.less = int(self.method == "gptq" and settings.get("checkpoint_format", "gptq") == "gptq")
         self.stored = Folder(folder)
         codes = "qweight" if self.method in ("gptq", "awq") else "weight"
@@ -75,9 +75,9 @@ class QuantizedFolder(Folder):
         return {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}.get(self.method, "scales")
 
     def check(self, needed: Mapping[str, Shape], duplicates: Mapping[str, str]) -> None:
-        """Check as `Folder.check` does; biases of zeros, which GPTQ's writers add to every linear, are left out.
+        """Check like `Folder.check`; ignore biases of zeros, which GPTQ's writers add to every linear.
 
-        Raises NeedsError for a linear in 8-bit floats without its scale, too.
+        Raises NeedsError also for a linear in 8-bit floats without its scale.
         """
         for name in sorted(needed.keys() & self.files.keys()):
             if name.removesuffix("weight") not in self.packed and self.stored._slice(name).get_dtype().startswith("F8"):
@@ -103,12 +103,12 @@ class QuantizedFolder(Folder):
         return (columns * fields, rows) if self.method == "awq" else (rows, columns)
 
     def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
-        """Return rows (last - first, in) of a linear in bfloat16; a quantised one is read whole."""
+        """Return rows (last - first, in) of a linear in bfloat16; a quantized one is read completely."""
         module = name.removesuffix("weight")
         if module not in self.packed:
             return super().rows(name, first, last, shape, device)
         if self._last[0] != name or self._last[1].device != device:
-            self._last = ("", torch.empty(0))  # freed before the next one is read
+            self._last = ("", torch.empty(0))  # freed before reading the next one
             self._last = name, self._dense(module, device)
         return self._last[1][first:last]
 
@@ -139,7 +139,7 @@ class QuantizedFolder(Folder):
         return weight * scale
 
     def _integers(self, codes: Tensor, parts: Mapping[str, Tensor | None]) -> Tensor:
-        """codes as on disk -> (out, in) float32."""
+        """Return (out, in) float32 from codes as on disk."""
         zeros, scales, groups = parts["qzeros"], parts["scales"], parts.get("g_idx")
         if zeros is None or scales is None:
             raise ValueError("a part is missing")
@@ -157,6 +157,6 @@ class QuantizedFolder(Folder):
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """words (..., n) int32 -> (..., n, 32 / bits) their fields of bits, the lowest first."""
+    """Unpack words (..., n) int32 into bit fields (..., n, 32 / bits), the lowest first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return torch.bitwise_and(torch.bitwise_right_shift(words[..., None], shifts), (1 << bits) - 1)

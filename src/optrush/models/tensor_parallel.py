@@ -1,13 +1,13 @@
 """Shard a decoder over the ranks of one axis: heads, feed-forward width and vocabulary, with the collectives.
 
-A weight becomes a DTensor, which says where this rank's piece lies in the whole: sharding, checkpoints and the weight
-map read that. Products get the piece itself, so that every kernel runs as it is. qkv and gate_up are cut by rows, into
-whole key/value heads and whole gate/up pairs (the layout of `models/decoder.py`); o and down by columns; embedding and
-head by rows of the vocabulary. Norms and adapters are whole on every rank, which has a part of their gradients.
+A weight becomes a DTensor, which records its shard's position in the full weight for sharding, checkpoints and the
+weight map. Matmuls get the local shard, so every kernel runs unchanged. qkv and gate_up are sharded by rows, in full
+key/value heads and gate/up pairs (the layout of `models/decoder.py`); o and down by columns; embedding and head by rows
+of the vocabulary. Norms and adapters are replicated; each rank has a part of their gradients.
 
-Between a product cut by columns and the next one cut by rows the stream is whole on every rank, or, with `sequence`,
-cut along T: one gather before, one reduce-scatter after, the same bytes as a sum over the ranks, and the norms' work
-and memory are cut too.
+Between a column-sharded matmul and the next row-sharded one, every rank has the full stream, or, with `sequence`, a
+shard along T: one gather before, one reduce-scatter after, the same bytes as an all-reduce, and the norms' work and
+memory are sharded too.
 
 Source: Shoeybi et al., https://arxiv.org/abs/1909.08053; Korthikanti et al., https://arxiv.org/abs/2205.05198.
 Legend: B rows, T tokens, D width, n ranks of the axis.
@@ -34,10 +34,10 @@ from optrush.models.decoder import Block, Decoder, Linear, Product
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that share a model's matrices, and this rank's place among them."""
+    """The ranks that shard a model's matrices, and this rank's position among them."""
 
     mesh: DeviceMesh  # of one axis
-    sequence: bool  # the stream between products is cut along T
+    sequence: bool  # the stream between matmuls is sharded along T
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -54,13 +54,13 @@ class Axis:
     def enter(self, x: Tensor) -> Tensor:
         """Gather the stream for row-sharded matmuls: (B, T/n, D) -> (B, T, D), in the matmul dtype.
 
-        The gradients of the ranks are summed on the way back.
+        The backward pass sums the gradients of the ranks.
         """
-        x = x.to(compute_dtype(x))  # before the gather: fewer bytes
+        x = x.to(compute_dtype(x))  # cast before the gather: fewer bytes
         if not self.sequence:
             out: Tensor = _Copy.apply(x, self.group)  # type: ignore[no-untyped-call]
             return out
-        if torch.compiler.is_compiling():  # the compiler knows these
+        if torch.compiler.is_compiling():  # the compiler supports these
             from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
             out = all_gather_tensor_autograd(x.contiguous(), gather_dim=1, group=self.group)
@@ -80,15 +80,15 @@ class Axis:
 
 
 def piece(t: Tensor) -> Tensor:
-    """Return this rank's piece; its gradient is one of the whole."""
+    """Return this rank's shard; its gradient flows into the full tensor."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 def split_model(model: Decoder, axis: Axis) -> int:
-    """Cut a decoder on the meta device; return the number of modules that changed.
+    """Shard a decoder on the meta device; return the number of changed modules.
 
     Raises:
-        NeedsError: an adapter of it cannot be cut.
+        NeedsError: one of its adapters cannot be sharded.
     """
     blocks = cast("Iterator[Block]", iter(model.blocks.values()))
     changed = 0
@@ -96,7 +96,7 @@ def split_model(model: Decoder, axis: Axis) -> int:
         for linear, dim in ((block.qkv, 0), (block.o, 1), (block.gate_up, 0), (block.down, 1)):
             _split_linear(linear, dim, axis)
             changed += 1
-        if block.mlp is swiglu.mlp_fused_down:  # it reads the weight, and its product must be summed
+        if block.mlp is swiglu.mlp_fused_down:  # it reads the weight, but its output must be summed
             block.mlp = swiglu.mlp_fused_activation
     tied = model.head.weight is model.embedding.weight
     _split(model.embedding, "weight", 0, axis)
@@ -123,8 +123,8 @@ def _split(module: nn.Module, name: str, dim: int, axis: Axis) -> None:
 def _split_linear(linear: Linear, dim: int, axis: Axis) -> None:
     adapter = linear.adapter
     if adapter is not None:
-        if (why := adapter.unsplittable) is not None:
-            raise NeedsError("adapters of linears that are sharded over ranks", why, "remove that")
+        if (reason := adapter.unsplittable) is not None:
+            raise NeedsError("adapters of linears that are sharded over ranks", reason, "remove that")
         adapter.split = dim, axis.rank, axis.ranks
     _split(linear, "weight", dim, axis)
     if dim == 0 and linear.bias is not None:
@@ -163,37 +163,37 @@ class Lookup:
     axis: Axis
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """tokens (B, T) -> (B, T/n, D), or whole without `sequence`."""
+        """tokens (B, T) -> (B, T/n, D), or (B, T, D) without `sequence`."""
         weight = piece(self.embedding.weight)
-        own = tokens - self.axis.rank * len(weight)
-        here = (own >= 0) & (own < len(weight))
-        return self.axis.leave(F.embedding(own.where(here, 0), weight) * here[..., None])
+        index = tokens - self.axis.rank * len(weight)
+        local = (index >= 0) & (index < len(weight))
+        return self.axis.leave(F.embedding(index.where(local, 0), weight) * local[..., None])
 
 
 def vocabulary(model: Decoder, axis: Axis) -> VocabularyPart:
-    """Return the place of this rank's rows of the head."""
+    """Return the position of this rank's rows of the head."""
     weight = model.head.weight
     return VocabularyPart(axis.group, axis.rank * (weight.shape[0] // axis.ranks))
 
 
 def partial_gradients(model: Decoder, axis: Axis) -> set[str]:
-    """Return the names of whole parameters with partial gradients on each rank.
+    """Return the names of replicated parameters with partial gradients on each rank.
 
-    Those of the query and key norms come from a rank's own heads, those of adapters from its own rows or columns; with
-    `sequence` all others come from a rank's own tokens.
+    Query and key norms get gradients from the rank's heads, adapters from its rows or columns; with `sequence` all
+    other parameters get them from the rank's tokens.
     """
-    found = set()
+    names = set()
     for name, p in model.named_parameters():
         if isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()):
             continue
         own_heads = name.endswith(("q_norm.weight", "k_norm.weight"))
         if axis.sequence or own_heads or ".adapter." in name:
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
-# --- Collectives with their gradients. Not torch's functional ones: those return a tensor that is still on its way, of
-# a type of its own, which loses the hooks of sharding where a compiled block takes it.
+# --- Collectives with their gradients. torch's functional ones return an asynchronous tensor of a special type, which
+# loses the hooks of sharding when a compiled block takes it.
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -226,18 +226,18 @@ def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
-def _function(there: Collective, back: Collective) -> type[torch.autograd.Function]:
-    """Return the function whose gradient takes the way back."""
+def _function(collective: Collective, gradient: Collective) -> type[torch.autograd.Function]:
+    """Return the autograd function with this collective and its gradient."""
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
             ctx.group = group
-            return there(x, group)
+            return collective(x, group)
 
         @staticmethod
         def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None]:
-            return back(incoming[0], ctx.group), None
+            return gradient(incoming[0], ctx.group), None
 
     return Function
 

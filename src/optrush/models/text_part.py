@@ -1,9 +1,9 @@
-"""Find the language model in the config.json, and among the tensors, of a model of images and text. Pure Python.
+"""Find the language model in an image-text model's config.json and tensors. Pure Python.
 
-Such a model is a language model, towers that turn images (video, audio) into embeddings, and projections between. On
-rows of text the towers compute nothing: what is trained is the language model alone, and everything else remains as
-published. In transformers they have the language model at `model.language_model` and its head at `lm_head`, but for
-those with the head inside; in files there are three layouts (`LAYOUTS`).
+Such a model is a language model, towers that turn images (video, audio) into embeddings, and projections between them.
+On text rows the towers compute nothing: only the language model is trained, and everything else remains as published.
+transformers has the language model at `model.language_model` and its head at `lm_head`, unless the head is inside;
+files have three layouts (`LAYOUTS`).
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ from optrush.models.families import (
 HF = Mapping[str, Any]  # a config.json
 PREFIX, HEAD = "model.language_model.", "lm_head."
 LAYOUTS = ((PREFIX, HEAD), ("language_model.model.", "language_model.lm_head."), ("model.", HEAD))
-BLOCKS = ("layers.", "embed_tokens.", "norm.")  # of the last layout, whose prefix the towers can have too
-PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.")  # behind `model.`, those of a tower
-# Of a second embedding, which gives each layer an input.
+BLOCKS = ("layers.", "embed_tokens.", "norm.")  # for the last layout, whose prefix towers may share
+PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.")  # parts of a tower, after `model.`
+# A second embedding, which gives each layer an input.
 INPUT_WIDTH, INPUT_ROWS = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
 OTHER_MEDIA = ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config")
 
 
 def is_multimodal(hf: HF) -> bool:
-    """Return whether a config.json is one of images and text, whose language model it describes."""
+    """Return whether a config.json describes an image-text model with a language model."""
     nested = isinstance(hf.get("text_config"), dict) and bool(hf["text_config"])
     return bool(hf.get("vision_config")) and (nested or hf.get("model_type") in FLAT)
 
 
 def prefixes(hf: HF) -> tuple[str, str]:
-    """Return the prefixes of a language model's tensors and of its head's in transformers' model of a config.json."""
+    """Return transformers' prefixes of the tensors of a config.json's language model, and of its head."""
     return LAYOUTS[-1 if not is_multimodal(hf) else 1 if hf["model_type"] in HEAD_INSIDE else 0]
 
 
 def text_config(hf: Any) -> Any:
-    """Return the mapping of a config.json that has the language model's keys: of a model of text, all of it."""
+    """Return the mapping with the language model's keys in a config.json: all of it for a text model."""
     return hf["text_config"] if is_multimodal(hf) and hf.get("text_config") else hf
 
 
 def as_text(hf: HF) -> HF:
-    """Return the config.json of the language model alone, under the family of text that computes the same."""
+    """Return the config.json of the language model alone, under the text family that computes the same."""
     if not is_multimodal(hf):
         return hf
     text = text_config(hf)
     kind = str(text.get("model_type", ""))
     family, unread = SAME.get(kind, (kind, ()))
-    given = {**NESTED.get((str(hf.get("model_type")), kind), {}), **text}
-    found = {key: value for key, value in given.items() if key not in (*OTHER_MEDIA, "architectures", *unread)}
-    found["model_type"] = family
+    merged = {**NESTED.get((str(hf.get("model_type")), kind), {}), **text}
+    config = {key: value for key, value in merged.items() if key not in (*OTHER_MEDIA, "architectures", *unread)}
+    config["model_type"] = family
     tied = [part["tie_word_embeddings"] for part in (hf, text) if "tie_word_embeddings" in part]
     default = FAMILIES[family].defaults.get("tie_word_embeddings") if family in FAMILIES else False
-    found["tie_word_embeddings"] = any(tied) if tied else bool(default)
+    config["tie_word_embeddings"] = any(tied) if tied else bool(default)
     for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(rope := found.get(key), dict):
+        if isinstance(rope := config.get(key), dict):
             rope = {name: value for name, value in rope.items() if not name.startswith("mrope")}
-            found[key] = {n: "default" if n in ("type", "rope_type") and v == "mrope" else v for n, v in rope.items()}
-    return found
+            config[key] = {n: "default" if n in ("type", "rope_type") and v == "mrope" else v for n, v in rope.items()}
+    return config
 
 
 def nested_obstacle(hf: HF) -> str | None:
-    """Return the reason why our decoder does not take the language model of a model of images; None: it can."""
+    """Return why our decoder cannot run the language model of an image-text model; None: it can."""
     if hf.get("model_type") not in MULTIMODAL:
         return f"model_type {hf.get('model_type')!r}, our decoder has {', '.join(MULTIMODAL)} with images"
     text = as_text(hf)
@@ -85,7 +85,7 @@ def nested_obstacle(hf: HF) -> str | None:
 
 
 def tower_spec(hf: HF) -> TowerSpec | None:
-    """Return how the images of a base are read; None: they are not, or by a tower of another kind."""
+    """Return the image settings of a base; None: its images, or its kind of tower, are not supported."""
     if not is_multimodal(hf):
         return None
     kind, tower = str(hf.get("model_type")), hf["vision_config"].get("model_type")
@@ -94,7 +94,7 @@ def tower_spec(hf: HF) -> TowerSpec | None:
 
 
 def reads_mutually(hf: HF) -> bool:
-    """Return whether the placeholders of an image read each other, those behind them too, in some layers of a base."""
+    """Return whether an image's placeholders read each other, later ones too, in some layers of a base."""
     spec = tower_spec(hf)
     if spec is None or spec.mutual == "none":
         return False
@@ -102,32 +102,32 @@ def reads_mutually(hf: HF) -> bool:
 
 
 def image_token(hf: HF) -> Any:
-    """Return the id of a placeholder of images from config.json, by either of its names; None: it has none."""
+    """Return the id of the image placeholder in config.json, by either of its names; None: it has none."""
     return hf.get("image_token_id", hf.get("image_token_index"))
 
 
 def vision_config(hf: HF) -> dict[str, Any]:
-    """Return a base's vision_config with what its class has for keys that are left out."""
+    """Return a base's vision_config with its class's defaults for missing keys."""
     spec = tower_spec(hf)
     usual = spec.towers[0] if spec is not None and spec.towers else ""
     kind = hf["vision_config"].get("model_type", usual)
     return {**VISION.get(kind, {}), "model_type": kind, **hf["vision_config"]}
 
 
-PATCHES_TOGETHER = 32_768  # of a call of a tower on a GPU: eight pictures of 1,024 x 1,024 pixels
+PATCHES_TOGETHER = 32_768  # patches per call of a tower on a GPU: eight images of 1,024 x 1,024 pixels
 
 
 class TowerSizes(NamedTuple):
     """Sizes of a tower from config.json."""
 
     parameters: int
-    projector: int  # parameters of the mergers, which have a row for each placeholder
+    projector: int  # parameters of the mergers, which process one row per placeholder
     depth: int
     width: int
     inner: int
-    merge: int  # patches of a placeholder
-    outputs: int  # rows of features for a placeholder: deep ones, too
-    tables: int = 0  # parameters that are looked up, by position
+    merge: int  # patches per placeholder
+    outputs: int  # rows of features per placeholder, including deep ones
+    tables: int = 0  # parameters looked up by position
 
     def flops(self, patches: float, most: float) -> float:
         """Return the FLOPs of a forward pass of patches in images of `most` each."""
@@ -136,7 +136,7 @@ class TowerSizes(NamedTuple):
 
 
 def tower_sizes(hf: HF) -> TowerSizes | None:
-    """Return the sizes of a tower and its projector; None for a base whose images are not read."""
+    """Return the sizes of a tower and its projector; None for a base whose images are not supported."""
     spec = tower_spec(hf)
     if spec is None:
         return None
@@ -162,7 +162,7 @@ def tower_sizes(hf: HF) -> TowerSizes | None:
 
 
 def _sizes(hf: HF, spec: TowerSpec, v: dict[str, Any]) -> TowerSizes:
-    """Return the sizes of a tower of one of VISION."""
+    """Return the sizes of a tower in VISION."""
     depth, width, side = v["num_hidden_layers"], v["hidden_size"], int(hf.get(spec.merge, 2)) if spec.merge else 1
     if spec.sizes == "one" and spec.merge:
         side = v["image_size"] // v["patch_size"] // math.isqrt(int(hf.get(spec.merge, 256)))
@@ -177,7 +177,7 @@ def _sizes(hf: HF, spec: TowerSpec, v: dict[str, Any]) -> TowerSizes:
 
 
 def _tower(v: dict[str, Any]) -> int:
-    """Return the parameters of a tower of one of VISION."""
+    """Return the number of parameters of a tower in VISION."""
     D, F = v["hidden_size"], v["intermediate_size"]
     values = v["num_channels"] * v["patch_size"] ** 2
     if v["model_type"] == "pixtral":
@@ -194,7 +194,7 @@ def _tower(v: dict[str, Any]) -> int:
 
 
 def _projector(hf: HF, kind: str, wide: int, width: int) -> int:
-    """Return the parameters between a tower of the width `wide` and the language model."""
+    """Return the number of parameters between a tower of width `wide` and the language model."""
     if kind in ("linear", "normed"):
         return wide * width + (wide if kind == "normed" else 0)
     layers = hf.get("vision_feature_layer", -1)
@@ -205,19 +205,19 @@ def _projector(hf: HF, kind: str, wide: int, width: int) -> int:
 
 
 def with_vocabulary(hf: HF, rows: int) -> dict[str, Any]:
-    """Return a config.json whose language model has that many rows of embedding."""
+    """Return a config.json whose language model has that many embedding rows."""
     text = text_config(hf)
-    own, spec = {"vocab_size": rows}, FAMILIES.get(str(text.get("model_type")))
+    sizes, spec = {"vocab_size": rows}, FAMILIES.get(str(text.get("model_type")))
     if spec is not None and spec.by_layer and text.get(INPUT_WIDTH, spec.defaults[INPUT_WIDTH]):
-        own[INPUT_ROWS] = rows
+        sizes[INPUT_ROWS] = rows
     if text is hf:
-        return {**hf, **own}
+        return {**hf, **sizes}
     top = {"vocab_size": rows} if "vocab_size" in hf else {}
-    return {**hf, **top, "text_config": {**text, **own}}
+    return {**hf, **top, "text_config": {**text, **sizes}}
 
 
 def layout(names: Collection[str]) -> tuple[str, str] | None:
-    """Return the prefixes of the language model and of its head among the names of a folder's tensors."""
+    """Return the prefixes of the language model and of its head in a folder's tensor names; None: no known layout."""
     return next((each for each in LAYOUTS if f"{each[0]}embed_tokens.weight" in names), None)
 
 

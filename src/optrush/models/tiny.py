@@ -1,7 +1,7 @@
 """Write a small checkpoint in the layout of a downloaded one: for a first run without a network, and for tests.
 
-It is read by the same code as any other folder. Both its tokenizer and its chat template add a begin-of-text token, as
-in many of the large models.
+The same code reads it as any other folder. Both its tokenizer and its chat template add a begin-of-text token, like in
+many large models.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def write_tiny(folder: Path, seed: int = 0, family: str = "llama") -> None:
         eos_token_id=[tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id],
         pad_token_id=tokenizer.pad_token_id,
     )
-    bars.disable_progress_bar()  # type: ignore[no-untyped-call]  # for a single file, in the middle of a run's log
+    bars.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would appear in the middle of a run's log
     model.save_pretrained(folder)
     bars.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE that was trained on 2,000 recipes; its merges are stored beside this file."""
+    """Return a byte-level BPE tokenizer trained on 2,000 recipes; its merges are stored next to this file."""
     special = [PAD, BOS, EOS, START, END]
     lines = Path(__file__).with_name("tiny_merges.txt").read_text("utf-8").splitlines()
     merges = [(first, second) for first, _, second in (line.partition(" ") for line in lines)]

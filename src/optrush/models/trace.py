@@ -1,10 +1,10 @@
 """Trace one block of each kind of a transformers model without values: storages, matmuls, copies and launches.
 
-The class is built on the meta device, which gives every size. Then one block of each kind runs on fake tensors, while
-`saved_tensors_hooks` sees what autograd keeps and a dispatch mode sees which operator made it. Blocks run at two
-lengths, which separates what grows with a row from what grows with its square; in float32, bfloat16 and under autocast,
-which gives the roles of the ledger; and trained and frozen, which tells what only the gradients of weights read. Others
-pass their input on. On a CPU torch's attention keeps the same tensors as flash attention on a GPU.
+The class is built on the meta device, which gives all sizes. Then one block of each kind runs on fake tensors, while
+`saved_tensors_hooks` records the tensors that autograd keeps, and a dispatch mode the operators that create them.
+Blocks run at two lengths, to separate linear from quadratic growth with a row; in float32, bfloat16 and under autocast,
+to find the ledger's roles; and trained and frozen, to find what only weight gradients need. Other blocks pass their
+input through. On a CPU torch's attention keeps the same tensors as flash attention on a GPU.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from optrush.models.layers import uncast
 from optrush.models.shapes import HF, sdpa_obstacle
 from optrush.models.text_part import text_config
 
-LENGTH = 768  # tokens of the shorter row: a multiple of the chunks of recurrent layers, and no width of a head
-VIEW = 0.25  # of the host's time to start an operator: assumed for one that only makes a view
+LENGTH = 768  # tokens of the shorter row: a multiple of recurrent layers' chunks, and not a head width
+VIEW = 0.25  # of the host's time to start an operator: assumed for an operator that only makes a view
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "grouped_matmul")
 FLASH = "_scaled_dot_product"
 PRECISIONS = ("float32", "bfloat16", "autocast")
-ROLES = ("product", "residual", "widening", "narrowing")  # of planner.ledger
+ROLES = ("product", "residual", "widening", "narrowing")  # roles of planner.ledger
 KINDS = ("attended", "entering", "weighed", "rest")
-# Tags of the lines of what a block saves, by kind.
+# Ledger tags of a block's saved tensors, by kind.
 TAGS: Mapping[str, tuple[str, ...]] = {
     "attended": ("heads", "attention-output", "product-input"),
     "entering": ("product-input",),
@@ -62,20 +62,20 @@ class Mode(NamedTuple):
 
 @dataclass
 class Seen:
-    """The trace of one block: its storages in order of creation, and which of them autograd keeps."""
+    """The trace of one block: its storages in order of creation, and those that autograd keeps."""
 
     bytes: dict[int, int] = field(default_factory=dict)  # by number
     kind: dict[int, str] = field(default_factory=dict)
-    late: set[int] = field(default_factory=set)  # made after attention
+    late: set[int] = field(default_factory=set)  # created after attention
     kept: set[int] = field(default_factory=set)
-    enters: set[int] = field(default_factory=set)  # a product with a weight
-    inputs: dict[str, int] = field(default_factory=dict)  # linear -> storage that enters it; negative: of elsewhere
+    enters: set[int] = field(default_factory=set)  # inputs of matmuls with a weight
+    inputs: dict[str, int] = field(default_factory=dict)  # linear -> its input storage; negative: from outside
     moved: float = 0.0  # values
     launches: float = 0.0
     attended: bool = False
 
     def what(self, number: int, frozen: bool) -> str:
-        """Return the kind of a storage's lines; `frozen`: it is kept where weights are frozen, too."""
+        """Return the kind of a storage's lines; `frozen`: it is kept with frozen weights, too."""
         if self.kind[number] == "attended":
             return "attended"
         if frozen or self.kind[number] == "stream":
@@ -86,7 +86,7 @@ class Seen:
 def _product_by_group(
     a: Tensor, b: Tensor, ends: Tensor | None = None, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return an empty result of torch's product by group, whose own rule took bfloat16 alone before torch 2.13."""
+    """Return an empty result of torch's grouped matmul, whose own rule took only bfloat16 before torch 2.13."""
     groups = (len(ends),) if ends is not None and a.dim() == b.dim() == 2 else b.shape[:1] if a.dim() == 3 else ()
     return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=dtype)
 
@@ -98,8 +98,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.weights, self.block, self.length = weights, -1, length
         self.seen: dict[int, Seen] = defaultdict(Seen)
-        self.number: dict[int, tuple[int, int]] = {}  # of a storage: its block, and its number there
-        self.alive: list[Any] = []  # no storage's address is used twice
+        self.number: dict[int, tuple[int, int]] = {}  # by storage: its block, and its number there
+        self.alive: list[Any] = []  # so that no storage's address is reused
 
     def enter(self, block: int, hidden: Tensor) -> None:
         """Begin a block, whose input is its storage 0."""
@@ -116,12 +116,12 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen.late.add(number)
 
     def own(self, t: Tensor) -> int | None:
-        """Return the number of a tensor's storage in this block; None: it was made elsewhere."""
+        """Return the number of a tensor's storage in this block; None: created outside it."""
         block, number = self.number.get(t.untyped_storage()._cdata, (-1, -1))
         return number if block == self.block else None
 
     def keep(self, t: Tensor) -> Tensor:
-        """Note that autograd keeps a tensor."""
+        """Record that autograd keeps a tensor."""
         if self.block >= 0 and (number := self.own(t)) is not None:
             self.seen[self.block].kept.add(number)
         return t
@@ -131,9 +131,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = _product_by_group(*args, **(kwargs or {})) if name == "_grouped_mm" else func(*args, **(kwargs or {}))
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        whole = {t.untyped_storage()._cdata for t in given}
-        new = [t for t in made if t.untyped_storage()._cdata not in whole]
-        if whole and whole <= self.weights:  # a view of a weight, or its copy in another type
+        storages = {t.untyped_storage()._cdata for t in given}
+        new = [t for t in made if t.untyped_storage()._cdata not in storages]
+        if storages and storages <= self.weights:  # a view of a weight, or its copy in another type
             for t in new:
                 self.alive.append(t.untyped_storage())
                 self.weights.add(t.untyped_storage()._cdata)
@@ -142,7 +142,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         seen = self.seen[self.block]
         seen.launches += VIEW
-        weighed = name in PRODUCTS and bool(whole & self.weights)
+        weighed = name in PRODUCTS and bool(storages & self.weights)
         attends = name.startswith(FLASH) or (name in PRODUCTS and not weighed)
         if weighed:
             for t in given:
@@ -166,15 +166,15 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def squared(self, t: Tensor) -> bool:
-        """Return whether a tensor has a value for each two tokens of a row, as probabilities have."""
+        """Return whether a tensor has a value per pair of tokens of a row, like attention probabilities."""
         return t.ndim > 2 and t.shape[-1] == t.shape[-2] == self.length
 
 
 def trace_model(hf: HF) -> dict[str, Any]:
-    """Return the fields of the `TracedShape` of a model that transformers builds, as JSON has them.
+    """Return the fields of the `TracedShape` of a transformers model, in JSON types.
 
     Raises:
-        NeedsError: it cannot be built, or its code reads values that a trace does not have.
+        NeedsError: it cannot be built, or its code reads values, which a trace does not have.
     """
     from transformers import CONFIG_MAPPING
 
@@ -205,11 +205,11 @@ class Tracer:
         self.wrapper, self.hf = wrapper, hf
         self.blocks = list(wrapper.blocks.values())
         config, types = wrapper.config, getattr(wrapper.config, "layer_types", None) or ()
-        of: dict[Any, list[int]] = defaultdict(list)
+        by_kind: dict[Any, list[int]] = defaultdict(list)
         for number, block in enumerate(self.blocks):
             sizes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
-            of[type(block), types[number] if number < len(types) else "", sizes].append(number)
-        self.kinds = {places[-1]: tuple(places) for places in of.values()}  # the last one: others may read its keys
+            by_kind[type(block), types[number] if number < len(types) else "", sizes].append(number)
+        self.kinds = {places[-1]: tuple(places) for places in by_kind.values()}  # others may read the last one's keys
         self.eager = sdpa_obstacle(hf) is not None
         wrapper.maskless = {*types} <= {"full_attention", "sliding_attention"}
         self.config, self.watcher = config, Watcher(set(), LENGTH)
@@ -217,16 +217,16 @@ class Tracer:
             for path, module in self.blocks[number].named_modules():
                 if isinstance(module, nn.Linear):
                     module.register_forward_pre_hook(partial(self._enters, number, path))
-        self.tuples: int | None = None  # values of the tuple that blocks return, hidden states first; None: not known
+        self.tuples: int | None = None  # length of the blocks' output tuple, hidden states first; None: unknown
 
     def _enters(self, number: int, path: str, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Note which storage enters a linear."""
-        own = self.watcher.own(args[0])
-        self.watcher.seen[number].inputs[path] = -args[0].untyped_storage()._cdata if own is None else own
+        """Record the input storage of a linear."""
+        local = self.watcher.own(args[0])
+        self.watcher.seen[number].inputs[path] = -args[0].untyped_storage()._cdata if local is None else local
 
     def figures(self) -> dict[Mode, dict[int, Seen]]:
         """Return the traces of one block of each kind in each mode."""
-        found: dict[Mode, dict[int, Seen]] = {}
+        traces: dict[Mode, dict[int, Seen]] = {}
         for precision in PRECISIONS:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 self._fill(torch.bfloat16 if precision == "bfloat16" else torch.float32)
@@ -236,11 +236,11 @@ class Tracer:
                         self.wrapper.requires_grad_(not frozen)
                         for length in (LENGTH, 2 * LENGTH):
                             mode = Mode(attention, precision, frozen, length)
-                            found[mode] = self._run(mode)
-        return found
+                            traces[mode] = self._run(mode)
+        return traces
 
     def _fill(self, dtype: torch.dtype) -> None:
-        """Give the parameters and buffers of what runs fake storage, as `bf16` types them."""
+        """Give parameters and buffers of the traced parts fake storage, with the types of technique `bf16`."""
         wide = {id(p) for p in uncast(self.wrapper)}
         made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
         left = {id(m) for n, block in enumerate(self.blocks) if n not in self.kinds for m in block.modules()}
@@ -257,7 +257,7 @@ class Tracer:
                     module._buffers[name] = torch.empty(b.shape, dtype=b.dtype)
 
     def _run(self, mode: Mode, guesses: tuple[int, ...] = (3, 2)) -> dict[int, Seen]:
-        """Run the model in a mode; return what the chosen blocks did. `guesses`: sizes of tuples to try if it fails."""
+        """Run the model in a mode; return the chosen blocks' traces. `guesses`: tuple lengths to try on failure."""
         T, real = mode.length, (p for p in self.wrapper.parameters() if p.device.type != "meta")
         self.watcher = watcher = Watcher({p.untyped_storage()._cdata for p in real}, T)
         places = {id(block): number for number, block in enumerate(self.blocks)}
@@ -282,7 +282,7 @@ class Tracer:
         try:
             with watcher, half:
                 self.wrapper(tokens, positions, documents)
-        except Exception:  # if blocks return tuples, the model took the first row of what is no tuple
+        except Exception:  # if blocks return tuples, the model indexed a tensor instead
             if not guesses:
                 raise
             self.tuples = guesses[0]
@@ -293,10 +293,10 @@ class Tracer:
             raise NeedsError("a trace of every block", "blocks that were not called", "train without a plan")
         return dict(watcher.seen)
 
-    # --- from what was seen to the figures of the shape
+    # --- from traces to the figures of the shape
 
     def shape(self, found: dict[Mode, dict[int, Seen]]) -> dict[str, Any]:
-        """Return the fields of the shape by the figures of all modes."""
+        """Return the fields of the shape from the traces of all modes."""
         w, c, L, embedding = self.wrapper, self.config, len(self.blocks), cast("nn.Embedding", self.wrapper.embedding)
         base = found[Mode("masked" if self.eager else "sdpa", "float32", False, LENGTH)]
         count = {number: len(places) for number, places in self.kinds.items()}
@@ -339,16 +339,16 @@ class Tracer:
         return [m for m in self.blocks[number].modules() if isinstance(m, TheirExperts)]
 
     def _adaptable(self, width: int) -> tuple[list[int], int, int, int] | None:
-        """Return layers, N, k and F of experts that adapters may adapt; None: there are none, or of several sizes."""
-        found = {n: self._experts(n) for n in self.kinds}
-        sizes = {(m.count, m.active, m.weights // (3 * m.count * width)) for each in found.values() for m in each}
-        pairs = all(len(each) < 2 and all(m.is_pair(width) for m in each) for each in found.values())
-        layers = sorted(i for n, each in found.items() if each for i in self.kinds[n])
+        """Return layers, N, k and F of experts that adapters may adapt; None: no experts, or different sizes."""
+        experts = {n: self._experts(n) for n in self.kinds}
+        sizes = {(m.count, m.active, m.weights // (3 * m.count * width)) for held in experts.values() for m in held}
+        pairs = all(len(held) < 2 and all(m.is_pair(width) for m in held) for held in experts.values())
+        layers = sorted(i for n, held in experts.items() if held for i in self.kinds[n])
         return (layers, *sizes.pop()) if pairs and len(sizes) == 1 else None
 
     def _groups(self, base: Mapping[int, Seen]) -> Iterator[tuple[str, str, int, dict[str, int], list[int], bool]]:
-        """Yield the linears of one input: a name, and the `LinearShape`; "o" is what attention's output enters."""
-        found: dict[tuple[Any, ...], list[int]] = {}
+        """Yield linears by common input: a name, and the `LinearShape`; "o" has attention's output as its input."""
+        groups: dict[tuple[Any, ...], list[int]] = {}
         for number, places in self.kinds.items():
             by: dict[int, list[str]] = defaultdict(list)
             for path, storage in base[number].inputs.items():
@@ -358,19 +358,19 @@ class Tracer:
                 pieces = tuple((name, m.out_features) for name, m in members)
                 module = "o" if base[number].kind.get(storage) == "attended" else paths[0]
                 bias = any(m.bias is not None for _, m in members)
-                found.setdefault((module, members[0][1].in_features, pieces, bias), []).extend(places)
+                groups.setdefault((module, members[0][1].in_features, pieces, bias), []).extend(places)
         names: Counter[str] = Counter()
-        for (module, width, pieces, bias), layers in found.items():
+        for (module, width, pieces, bias), layers in groups.items():
             names[module] += 1
             name = module if names[module] == 1 else f"{module} {names[module]}"
             yield name, module, int(width), dict(pieces), sorted(layers), bias
 
-    def _saved(self, found: Mapping[Mode, Mapping[int, Seen]], width: int, outputs: float) -> Iterator[SavedLine]:
-        """Yield what all blocks keep of a token, by the roles that give its bytes in each precision."""
+    def _saved(self, traces: Mapping[Mode, Mapping[int, Seen]], width: int, outputs: float) -> Iterator[SavedLine]:
+        """Yield the saved values per token of all blocks, by the roles that give its bytes in each precision."""
         attention, L = "masked" if self.eager else "sdpa", len(self.blocks)
         sizes: dict[tuple[str, bool], dict[str, float]] = defaultdict(lambda: dict.fromkeys(PRECISIONS, 0.0))
         for precision in PRECISIONS:
-            for key, size in self._sizes(found, attention, precision).items():
+            for key, size in self._sizes(traces, attention, precision).items():
                 sizes[key][precision] += size[0]
         kept = outputs - sum(len(places) * self._last(number) for number, places in self.kinds.items())
         stream = float(L * width)
@@ -381,7 +381,7 @@ class Tracer:
             product, residual, widening, narrowing = _roles(both)
             tags = TAGS[kind]
             if kind == "rest":
-                residual = max(0.0, residual - stream)  # what enters a block has a line of its own
+                residual = max(0.0, residual - stream)  # a block's input has a separate line
                 for role, values in (("product", product), ("residual", residual)):
                     part = min(values, kept)
                     kept -= part
@@ -394,7 +394,7 @@ class Tracer:
             yield from _both(f"{kind}.narrowed", narrowing, "narrowing", (*tags, "fusable"), late)
         eager = {p: [0.0, 0.0] for p in PRECISIONS}
         for precision in PRECISIONS:
-            for linear, squared in self._sizes(found, "masked", precision, frozen=False).values():
+            for linear, squared in self._sizes(traces, "masked", precision, frozen=False).values():
                 eager[precision][0] += linear
                 eager[precision][1] += squared
         for role, values in zip(ROLES, _roles({p: both[1] for p, both in eager.items()}), strict=True):
@@ -403,53 +403,53 @@ class Tracer:
         yield ("spread", 0.0 if self.eager else max(0.0, more / 4), "product", ["heads"], False)
 
     def _last(self, number: int) -> int:
-        """Return the outputs of the last linear of a block, which autograd does not keep."""
-        own = [m for m in self.blocks[number].modules() if isinstance(m, nn.Linear)]
-        return int(own[-1].out_features) if own else 0
+        """Return the output width of a block's last linear, whose output autograd does not keep."""
+        linears = [m for m in self.blocks[number].modules() if isinstance(m, nn.Linear)]
+        return int(linears[-1].out_features) if linears else 0
 
     def _sizes(
-        self, found: Mapping[Mode, Mapping[int, Seen]], attention: str, precision: str, frozen: bool = True
+        self, traces: Mapping[Mode, Mapping[int, Seen]], attention: str, precision: str, frozen: bool = True
     ) -> dict[tuple[str, bool], tuple[float, float]]:  # fmt: skip
-        """Return bytes by (kind, after attention): of a token, and of a token and a token of its row."""
+        """Return bytes by (kind, after attention): per token, and per token and token of its row."""
         at: list[dict[tuple[str, bool], float]] = []
         for length in (LENGTH, 2 * LENGTH):
             sums: dict[tuple[str, bool], float] = defaultdict(float)
-            full = found[Mode(attention, precision, False, length)]
-            bare = found[Mode(attention, precision, True, length)] if frozen else full
+            full = traces[Mode(attention, precision, False, length)]
+            bare = traces[Mode(attention, precision, True, length)] if frozen else full
             for number, places in self.kinds.items():
                 seen, others = full[number], bare[number].kept
                 for n in seen.kept:
                     key = (seen.what(n, n in others), n in seen.late)
                     sums[key] += len(places) * seen.bytes[n]
             at.append(sums)
-        one, two = at
+        short, long = at
         result = {}
-        for key in one.keys() | two.keys():
-            a, b = one.get(key, 0.0), two.get(key, 0.0)
+        for key in short.keys() | long.keys():
+            a, b = short.get(key, 0.0), long.get(key, 0.0)
             squared = max(0.0, (b - 2 * a) / (2 * LENGTH**2))
-            squared = squared if squared * LENGTH > 0.002 * a / LENGTH else 0.0  # else a constant of each block
+            squared = squared if squared * LENGTH > 0.002 * a / LENGTH else 0.0  # otherwise it is a constant per block
             result[key] = (a / LENGTH - squared * LENGTH, squared)
         return result
 
 
 def _rows(experts: TheirExperts) -> int:
-    """Return the values that the products of a token's experts give."""
+    """Return the number of output values of the matmuls of a token's experts."""
     return experts.active * sum(size[2 if experts.transposed else 1] for size in experts.sizes.values())
 
 
 def _roles(sizes: Mapping[str, float]) -> tuple[float, float, float, float]:
-    """Return values by `ROLES`, whose bytes are these in each precision.
+    """Return the values by `ROLES` that have these bytes in each precision.
 
-    A product and a residual have 4 bytes in float32 and 2 in bfloat16, under autocast 2 and 4; what is widened has 2
-    more in bfloat16, what is narrowed 2 more in both.
+    Matmul and residual values have 4 bytes in float32 and 2 in bfloat16; under autocast 2 and 4. Widened values have 2
+    more bytes in bfloat16, narrowed values 2 more in both.
     """
-    whole, half, mixed = (sizes[p] for p in PRECISIONS)
-    product, narrowing = min(whole / 4, max(0.0, (whole - mixed) / 2)), max(0.0, (mixed - whole) / 2)
-    return product, whole / 4 - product, max(0.0, (half - whole / 2) / 2 - narrowing), narrowing
+    full, half, mixed = (sizes[p] for p in PRECISIONS)
+    product, narrowing = min(full / 4, max(0.0, (full - mixed) / 2)), max(0.0, (mixed - full) / 2)
+    return product, full / 4 - product, max(0.0, (half - full / 2) / 2 - narrowing), narrowing
 
 
 def _both(name: str, values: float, role: str, tags: tuple[str, ...], late: float) -> Iterator[SavedLine]:
-    """Yield what is made before attention's end and after it."""
+    """Yield one line for tensors before attention's end, and one for later tensors."""
     yield name, values * (1 - late), role, [*tags], False
     if late * values:
         yield f"{name}.late", values * late, role, [*tags, "mlp"], False

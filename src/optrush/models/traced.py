@@ -1,7 +1,7 @@
-"""Read the sizes of a model that transformers builds: a block of each kind is traced, and the figures are kept on disk.
+"""Read the sizes of a transformers model: a block of each kind is traced, and the result is cached on disk.
 
-The second time no torch is imported: the figures lie in the cache folder under a digest of config.json and of the
-versions of torch and transformers. Pure, but for the trace itself (models/trace.py), which is imported when needed.
+The second time torch is not imported: the cache folder has the result under a digest of config.json and the versions of
+torch and transformers. Pure, except for the trace itself (models/trace.py), which is imported when needed.
 """
 
 from __future__ import annotations
@@ -23,55 +23,55 @@ from optrush.models.parts import ExpertsShape, LinearShape
 from optrush.models.rope_config import RopeShape
 from optrush.models.shapes import HF, ModelShape, native_obstacle, refuse_foreign
 
-FORMAT = 6  # of the file, and of what a trace measures
+FORMAT = 6  # version of the file and of the trace's contents
 
 
 class NoPlan(NeedsError):
-    """Nothing gives the sizes of a model's blocks; it may train all the same."""
+    """The sizes of a model's blocks are unknown; it can still be trained."""
 
 
 class SavedShape(NamedTuple):
-    """Values that all blocks together keep of a token for the backward pass."""
+    """Values that all blocks together keep per token for the backward pass."""
 
     name: str
-    values: float  # of a token; of a token and a token of its row, if `squared`
-    role: str  # of planner.ledger
+    values: float  # per token; if `squared`, per token and token of its row
+    role: str  # a role of planner.ledger
     tags: tuple[str, ...]
     squared: bool = False
 
 
 @dataclass(frozen=True)
 class TracedShape(ModelShape):
-    """The sizes of a decoder of transformers, as its class has them, and what a trace of its blocks found."""
+    """The sizes of a transformers decoder, by its class, and the results of a trace of its blocks."""
 
     digest: str = ""
     all_parameters: int = 0
     parameters_of_blocks: int = 0
     matrices: int = 0  # weights of the blocks' matrices
-    stacked: int = 0  # of these, those of experts
-    routed: int = 0  # of these, those of a token's experts
+    stacked: int = 0  # of these, the experts' weights
+    routed: int = 0  # of these, the weights of a token's experts
     largest: int = 0  # values of the largest parameter
     adaptable: ExpertsShape | None = None  # experts that adapters may adapt
     largest_stack: int = 0  # weights of the largest matrix of all experts of a layer
-    groups: tuple[tuple[str, LinearShape], ...] = ()  # linears with one input each
+    groups: tuple[tuple[str, LinearShape], ...] = ()  # linears by common input
     saved: tuple[SavedShape, ...] = ()
     query_width: int = 0  # heads times head width, summed over the blocks
-    moved: float = 0.0  # values that the operators of all blocks read and write for a token, without products
-    launches: float = 0.0  # operators of a forward pass through all blocks, views too
+    moved: float = 0.0  # values that all blocks' operators read and write per token, except matmuls
+    launches: float = 0.0  # operators of a forward pass through all blocks, including views
     softcap: bool = False  # of the logits
-    sdpa_obstacle: str | None = None  # why it cannot run sdpa
+    sdpa_obstacle: str | None = None  # reason why it cannot run sdpa
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
     @cached_property
     def linears(self) -> dict[str, LinearShape]:
-        """The linears of the blocks by the first of those that have one input."""
+        """The linears of the blocks, by the first name of those with a common input."""
         return dict(self.groups)
 
     @property
     def parameters(self) -> int:
-        """Number of all parameters, a tied head counted once."""
+        """Number of all parameters, counting a tied head once."""
         return self.all_parameters
 
     @property
@@ -81,7 +81,7 @@ class TracedShape(ModelShape):
 
     @property
     def attention_layers(self) -> int:
-        """Number of layers with attention, a mean where their widths differ."""
+        """Number of layers with attention, a mean if their widths differ."""
         return round(self.query_width / max(1, self.heads * self.head_width))
 
     def _matrices(self, every: bool) -> int:
@@ -89,7 +89,7 @@ class TracedShape(ModelShape):
 
     @property
     def mixture(self) -> ExpertsShape | None:
-        """The experts that adapters may adapt: pairs of stacked matrices, alike in all layers that have some."""
+        """The experts that adapters may adapt: pairs of stacked matrices, equal in all layers with experts."""
         return self.adaptable
 
     @property
@@ -98,22 +98,22 @@ class TracedShape(ModelShape):
         return self.stacked
 
     def named_parameters(self) -> Iterator[tuple[str, int]]:
-        """Yield nothing: names of parameters are transformers' own."""
+        """Yield nothing: parameters have transformers' names."""
         yield from ()
 
 
 def shape_of(hf: HF) -> ModelShape:
-    """Return the shape of our own decoder, or of transformers' where ours does not represent the model.
+    """Return the shape of our own decoder, or transformers' if ours does not support the model.
 
     Raises:
         NeedsError: neither is known.
-        ConfigError: a size is missing or does not divide.
+        ConfigError: a size is missing or not divisible.
     """
     return ModelShape.read(hf) if native_obstacle(hf) is None else read_traced(hf)
 
 
 def find_traced(hf: HF) -> TracedShape | None:
-    """Return the shape of a model that runs through transformers; None: it has no plan, as `read_traced` says."""
+    """Return the shape of a model that runs through transformers; None: it has no plan, see `read_traced`."""
     try:
         return read_traced(hf)
     except NeedsError:
@@ -157,7 +157,7 @@ def _read(text: str) -> TracedShape:
 
 
 def stored_values(folder: Path | None, hf: HF) -> int:
-    """Return how many values a folder's files of weights hold, by their sizes; 0: it has none."""
+    """Return the number of values in a folder's weight files, by their sizes; 0: no such files."""
     width = 4 if "32" in str(hf.get("dtype") or hf.get("torch_dtype")) else 2
     files = () if folder is None else [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     return sum(file.stat().st_size for file in files if file.is_file()) // width

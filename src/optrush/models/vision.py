@@ -1,10 +1,10 @@
-"""Run the tower of a model of images and text: transformers' own module, with the weights of its folder.
+"""Run the tower of an image-text model: transformers' own module, with the weights of its folder.
 
-A frozen tower is no part of the decoder's parameters: it is not sharded, adapted or saved, and an export copies its
-tensors from the base; it runs without gradients. One that is trained, or whose projector is, is the decoder's submodule
-`visual`. Either runs before the first block. On a CPU each image is a call of its own, so
-that no bit of its features depends on the others of its batch. On a GPU a call has many images: each attends to itself
-alone, but the kernels that a device picks for a larger product may round otherwise.
+A frozen tower does not belong to the decoder's parameters: it is not sharded, adapted or saved, an export copies its
+tensors from the base, and it runs without gradients. A tower that is trained, or whose projector is, is the decoder's
+submodule `visual`. Either runs before the first block. On a CPU each image is a separate call, so other images do not
+change a bit of its features. On a GPU a call has many images: each attends only to itself, but kernels for larger
+matmuls may round differently.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ PROJECTOR = (
     "deepstack_merger_list",
     "multi_modal_projector",
     "embed_vision",
-)  # those between tower and model
-# Of a tower's tensors, by earlier versions of its class: a module between, and places that are none now.
+)  # modules between tower and model
+# In a tower's tensor names of earlier class versions: a module in between, and tensors that no longer exist.
 BETWEEN, NO_MORE = ("vision_tower.", "vision_tower.vision_model."), ".position_ids"
-# Not cuDNN's, which plans some 40 ms for each size of an image that is new to it (H200).
+# Without cuDNN's, which needs some 40 ms to plan for each new image size (H200).
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Laid:
-    """What images change in a forward pass."""
+    """Changes of a forward pass by images."""
 
     def __init__(self, positions: Tensor | None, slots: Tensor, features: Tensor, deep: list[Tensor]) -> None:
-        self.positions = positions  # (B, T, E/2): those by which each pair of a token's heads is rotated; None: its own
+        self.positions = positions  # (B, T, E/2): positions that rotate the pairs of a token's heads; None: its own
         self.slots = slots  # (S,) int64, of B*T
-        self.features, self.deep = features, deep  # (S, D) each; of `deep` one for each of the first blocks
+        self.features, self.deep = features, deep  # (S, D) each; `deep` has one for each of the first blocks
 
     def embed(self, x: Tensor) -> Tensor:
-        """x (B, T, D) -> with the features in place of the placeholders' embeddings."""
+        """Replace the placeholders' embeddings in x (B, T, D) by the features."""
         return x.flatten(0, 1).index_copy(0, self.slots, self.features.to(x.dtype)).view_as(x)
 
     def after(self, block: int, x: Tensor) -> Tensor:
-        """x (B, T, D) behind a block, by its place among all -> with what the tower adds there."""
+        """Add the tower's features after a block, by its number, to x (B, T, D)."""
         if block >= len(self.deep):
             return x
         return x.flatten(0, 1).index_add(0, self.slots, self.deep[block].to(x.dtype)).view_as(x)
@@ -68,16 +68,16 @@ class Laid:
 
 @dataclass
 class Tower:
-    """A tower with its projector, and how the decoder reads what it returns."""
+    """A tower with its projector, and the decoder's settings for its output."""
 
     module: Any
     spec: TowerSpec
     pairs: Tensor | None  # (E/2,) int64: the axis of each pair of a head; None: a token has one position
-    mutual: str = "none"  # as `TowerSpec.mutual`
-    pad: int = 0  # the id whose inputs of each layer images get
-    together: int = 0  # most patches of images that run in one call; 0: each image by itself
-    trained: bool = False  # or a part of it: it is a submodule of the decoder
-    buffers: Sequence[tuple[Any, str, Tensor]] = ()  # (module, name, values), of one that is trained
+    mutual: str = "none"  # see `TowerSpec.mutual`
+    pad: int = 0  # the id whose layer inputs images get
+    together: int = 0  # maximum patches of images per call; 0: one image per call
+    trained: bool = False  # all or part of it: it is a submodule of the decoder
+    buffers: Sequence[tuple[Any, str, Tensor]] = ()  # (module, name, values), of a trained tower
     compiled: bool = False
 
     @property
@@ -86,7 +86,7 @@ class Tower:
         return getattr(self.module.config, "vision_config", self.module.config)
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Tower:
-        """Move the weights to a device, or cast them, and return the tower; frequencies of positions stay float32."""
+        """Move the weights to a device, or cast them; return the tower. Position frequencies stay float32."""
         self.module.to(device)
         for p in self.module.parameters() if dtype is not None else ():
             p.data = p.data.to(dtype)
@@ -94,15 +94,15 @@ class Tower:
         return self
 
     def restore_buffers(self, device: torch.device) -> None:
-        """Restore what allocating the decoder's memory took."""
+        """Restore the buffers that were lost by allocating the decoder's memory."""
         self.together = PATCHES_TOGETHER if device.type == "cuda" else 0
         for module, name, values in self.buffers:
             module._buffers[name] = values.to(device, copy=True)
 
     def compile(self) -> int:
-        """Compile the blocks of a frozen tower that runs images of any sizes in one call; return their number.
+        """Compile the blocks of a frozen tower that runs images of any size in one call; return their number.
 
-        Their attention becomes one kernel for all images, for a loop over their lengths is no graph.
+        Their attention becomes one kernel for all images, because a loop over image lengths would break the graph.
         """
         if self.trained or not self.together or self.pairs is None or self.module.dtype == torch.float32:
             return 0
@@ -115,9 +115,9 @@ class Tower:
         return len(blocks)
 
     def __call__(self, images: Images) -> Laid:
-        """Return the features of all placeholders, and what is added behind the first blocks."""
+        """Return the features of all placeholders, and those added after the first blocks."""
         kind = images.colours.device.type
-        narrow = self.module.dtype != torch.float32  # as it is cast already: autocast would widen its norms
+        narrow = self.module.dtype != torch.float32  # already cast: autocast would widen its norms
         with (
             torch.autocast(kind, enabled=not narrow and torch.is_autocast_enabled(kind)),
             sdpa_kernel(ATTENTION),
@@ -134,27 +134,27 @@ class Tower:
         elif self.spec.sizes == "budget":
             side = int(v.pooling_kernel_size)
         colours = torch.zeros(side**2, 3 * v.patch_size**2, dtype=torch.uint8, device=device)
-        levels, none = np.zeros((3, 256), np.float32), torch.empty(0, dtype=torch.int64)
-        laid = self(Images(colours, none, torch.zeros(1, 1, 3, device=device).int(), (), ((side, side),), levels))
+        levels, slots = np.zeros((3, 256), np.float32), torch.empty(0, dtype=torch.int64)
+        laid = self(Images(colours, slots, torch.zeros(1, 1, 3, device=device).int(), (), ((side, side),), levels))
         return torch.stack([part.float().sum() for part in (laid.features, *laid.deep)]).sum() * 0
 
     def _laid(self, images: Images) -> Laid:
-        device, at, found = images.colours.device, 0, list[tuple[Tensor, list[Tensor]]]()
+        device, at, results = images.colours.device, 0, list[tuple[Tensor, list[Tensor]]]()
         if not self.trained and self.module.device != device:
             self.to(device)
         frames = int(getattr(self.vision, "temporal_patch_size", 1))
         for grids in self._calls(images.grids):
             end = at + sum(high * wide for high, wide in grids)
-            found.append(self._features(images.patches(at, end, frames).to(self.module.dtype), grids))
+            results.append(self._features(images.patches(at, end, frames).to(self.module.dtype), grids))
             at = end
-        deep = [torch.cat(layer) for layer in zip(*(layers for _, layers in found))]
+        deep = [torch.cat(layer) for layer in zip(*(layers for _, layers in results))]
         positions = None if self.pairs is None else images.axes[..., self.pairs.to(device)]
-        return Laid(positions, images.slots, torch.cat([features for features, _ in found]), deep)
+        return Laid(positions, images.slots, torch.cat([features for features, _ in results]), deep)
 
     def _features(self, patches: Tensor, grids: Sequence[tuple[int, int]]) -> tuple[Tensor, list[Tensor]]:
-        """Return the features (S, D) of the images of a call, and those that are added behind the first blocks."""
+        """Return the features (S, D) of a call's images, and those added after the first blocks."""
         merge = getattr(self.module.config, "spatial_merge_size", 0)
-        if self.pairs is None and len(patches) == merge**2:  # one placeholder, whose axis Mistral 3 drops
+        if self.pairs is None and len(patches) == merge**2:  # Mistral 3 drops the axis of a single placeholder
             return self._features(patches.repeat(2, 1), [*grids] * 2)[0][:1], []
         given = tower_inputs(self.spec, self.vision, patches, grids)
         if self.pairs is None:
@@ -169,7 +169,7 @@ class Tower:
         return out.pooler_output, list(getattr(out, "deepstack_features", None) or ())
 
     def _calls(self, grids: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-        """Yield the images of each call, in order: of any sizes, of one, or one by one, as the tower takes them."""
+        """Yield the images of each call, in order, as the tower supports them: any sizes, one size, or one by one."""
         held, patches = list[tuple[int, int]](), 0
         for high, wide in grids:
             other = held and self.spec.sizes != "bounded" and held[-1] != (high, wide)
@@ -182,9 +182,9 @@ class Tower:
 
 
 class _JoinedAttention:
-    """Attention of a tower's block over the patches of many images, each among its own, by one kernel."""
+    """Attention of a tower's block over the patches of many images, each within its own, in one kernel."""
 
-    longest = 1  # a bound of the patches of an image: a power of two, as another value is compiled anew
+    longest = 1  # bound of the patches per image: a power of two, to limit recompilations
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
     def forward(
@@ -205,11 +205,11 @@ def _joined(kind: type) -> type:
 
 
 def tower_inputs(spec: TowerSpec, vision: Any, patches: Tensor, grids: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
-    """Return what transformers' model takes of images with these patches, by the names of its arguments.
+    """Return the arguments of transformers' model for images with these patches, by name.
 
     Args:
         vision: the configuration of the tower.
-        patches: (P, values), a colour after the other; the images have one size, or the tower takes many.
+        patches: (P, values), color by color; the images have one size, or the tower supports many.
     """
     if spec.sizes == "bounded":
         return {"pixel_values": patches, "image_grid_thw": torch.tensor([(1, *grid) for grid in grids])}
@@ -220,7 +220,7 @@ def tower_inputs(spec: TowerSpec, vision: Any, patches: Tensor, grids: Sequence[
         values = patches.view(n, high * wide, 3, -1).transpose(2, 3).flatten(2)
         return {"pixel_values": values, "image_position_ids": places}
     pixels = patches.view(n, high, wide, 3, p, p).permute(0, 3, 1, 4, 2, 5).reshape(n, 3, high * p, wide * p)
-    if spec.sizes == "one":  # whose last pixels may be in no patch
+    if spec.sizes == "one":  # the last pixels may be outside all patches
         return {"pixel_values": pad(pixels, (0, vision.image_size - wide * p, 0, vision.image_size - high * p))}
     sizes = torch.tensor([[high * p, wide * p]] * n, device=patches.device)
     return {"pixel_values": pixels, "image_sizes": sizes}
@@ -231,26 +231,26 @@ def _boundaries(module: Any, grid: Tensor) -> dict[str, Tensor]:
 
     grid: (images, 3), patches in time, height and width.
     """
-    found = {"cu_seqlens": pad(grid.prod(1).cumsum(0, dtype=torch.int32), (1, 0))}
+    bounds = {"cu_seqlens": pad(grid.prod(1).cumsum(0, dtype=torch.int32), (1, 0))}
     if hasattr(module, "window_size"):
         from transformers.vision_utils import get_vision_window_index
 
         windows = get_vision_window_index(grid, module.spatial_merge_size, module.window_size, module.patch_size)
-        found |= dict(zip(("window_index", "cu_window_seqlens"), windows, strict=True))
-    return found
+        bounds |= dict(zip(("window_index", "cu_window_seqlens"), windows, strict=True))
+    return bounds
 
 
 def train_tower(
     model: Decoder, recipe: WeightMap, folder: Path, hf: Any, part: Literal["projector", "tower"]
 ) -> WeightMap:
-    """Make the tower of a folder a submodule of the decoder; return the map of its weights, too.
+    """Make a folder's tower a submodule of the decoder; return the weight map including it.
 
-    Its blocks run again in the backward pass: a picture's patches are four times its tokens, and so is what they keep.
+    Its blocks are recomputed in the backward pass: an image has four patches per token, and saves as much for each.
     """
     tower = open_tower(folder, hf, model.embedding.weight.dtype, model.shape.rotated_width)
     prefix = "model.visual." if tower.pairs is not None else "model."  # of its tensors in transformers' model
-    own = {name for name, _ in tower.module.named_parameters()}
-    stored = {name: file for name, file in _names(folder, tower.module) if name in own}
+    parameters = {name for name, _ in tower.module.named_parameters()}
+    stored = {name: file for name, file in _names(folder, tower.module) if name in parameters}
     others = OtherTensors(folder, set(recipe.buffers) - set(stored.values()))
     values, fillers = OtherTensors(folder, stored.values()), dict[str, Initializer]()
     entries = dict[str, WeightEntry]()
@@ -274,12 +274,12 @@ def train_tower(
 
 
 def _blocks(module: Any) -> Any:
-    found = (m for name, m in module.named_modules() if name.rpartition(".")[2] in ("blocks", "layers"))
-    return next(m for m in found if isinstance(m, nn.ModuleList))
+    lists = (m for name, m in module.named_modules() if name.rpartition(".")[2] in ("blocks", "layers"))
+    return next(m for m in lists if isinstance(m, nn.ModuleList))
 
 
 def unfreeze(model: Decoder, part: str) -> None:
-    """Set which parameters of a tower that is a submodule are trained: not those behind the layer that is read."""
+    """Set which parameters of a tower submodule are trained; none after the layer that is used."""
     assert model.tower is not None
     unread = _unread(model.tower)
     for name, p in model.tower.module.named_parameters():
@@ -287,7 +287,7 @@ def unfreeze(model: Decoder, part: str) -> None:
 
 
 def _unread(tower: Tower) -> tuple[str, ...]:
-    """Return how the names of parameters begin whose results no token reads."""
+    """Return the prefixes of parameters whose results are not used."""
     module, layer = tower.module, getattr(tower.module.config, "vision_feature_layer", None)
     if tower.pairs is not None:
         return ()
@@ -295,8 +295,8 @@ def _unread(tower: Tower) -> tuple[str, ...]:
     blocks, unread = _blocks(module), [name for name, _ in module.named_modules() if name.rpartition(".")[2] in ends]
     if layer is not None:
         last = max(n % (len(blocks) + 1) for n in (layer if isinstance(layer, list) else [layer]))
-        own = next(name for name, m in module.named_modules() if m is blocks)
-        unread += [f"{own}.{n}" for n in range(last, len(blocks))]
+        path = next(name for name, m in module.named_modules() if m is blocks)
+        unread += [f"{path}.{n}" for n in range(last, len(blocks))]
     return tuple(f"{name}." for name in unread)
 
 
@@ -305,10 +305,10 @@ def _fill(values: Mapping[str, Tensor], name: str, local: Tensor, offset: Sequen
 
 
 def open_tower(folder: Path, hf: Any, dtype: torch.dtype, width: int) -> Tower:
-    """Build the tower of a folder and read its weights.
+    """Build a folder's tower and read its weights.
 
     Args:
-        width: E, of what is rotated of a head.
+        width: E, or its rotated part.
 
     Raises NeedsError: its tensors are missing, or do not fit config.json.
     """
@@ -323,7 +323,7 @@ def open_tower(folder: Path, hf: Any, dtype: torch.dtype, width: int) -> Tower:
         config.vision_config._attn_implementation = "sdpa"
         with torch.device("meta"):
             module: Any = auto.from_config(config).model
-        if pairs is None:  # the parts besides the tower have no buffers
+        if pairs is None:  # the other parts have no buffers
             module.vision_tower = type(module.vision_tower)(config.vision_config)
             module.language_model = module.audio_tower = module.embed_audio = None
         else:
@@ -351,11 +351,11 @@ def _names(folder: Path, module: Any) -> Iterator[tuple[str, str]]:
         if not name.startswith(PARTS) or name.endswith(NO_MORE):
             continue
         other = name.replace(*BETWEEN[::-1]) if BETWEEN[1] in name else name.replace(*BETWEEN)
-        yield next((one for one in (name, other) if one in wanted), name).removeprefix(prefix), stored
+        yield next((n for n in (name, other) if n in wanted), name).removeprefix(prefix), stored
 
 
 def _pairs(hf: Any, width: int, axes: str) -> Tensor:
-    """Return the axis of each pair of a head: 0 time, 1 height, 2 width; raises NeedsError: config.json has none."""
+    """Return the axis of each pair of a head: 0 time, 1 height, 2 width; raise NeedsError if config.json has none."""
     sections = rope_settings(text_config(hf)).get("mrope_section")
     in_turn = axes == "in turn"
     if not isinstance(sections, list) or len(sections) != 3 or (sum(sections) != width // 2 and not in_turn):

@@ -1,12 +1,12 @@
 """Load and export the values of a model's parameters: maps to Hugging Face tensors, folders of safetensors.
 
 A parameter has one canonical name (the model's own). Its `WeightEntry` lists its Hugging Face tensors: one, copied;
-several, interleaved in groups (a fused qkv, a gate/up pair); or one with these pieces one below the other. So a
-`WeightMap` fills any rectangle of a parameter and reads only the rows it needs: a shard is loaded without the whole.
-`split` is the inverse, for export. Values come from a folder (`Folder`, `PackedFolder`), a random draw (`RandomInit`)
+several, interleaved in groups (a fused qkv, a gate/up pair); or one with these pieces stacked. So a `WeightMap` fills
+any rectangle of a parameter and reads only the rows that it needs: a shard is loaded without the full tensor. `split`
+is the inverse, for export. Values come from a folder (`Folder`, `PackedFolder`), random initialization (`RandomInit`)
 or host memory (`Memory`).
 
-Nothing is unpickled: a folder without safetensors is refused.
+Nothing is unpickled: a folder without safetensors is rejected.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 Initializer = Callable[[Tensor, Shape], None]
-"""Fills a tensor with the rectangle of one parameter that begins at an offset and has the tensor's shape."""
+"""Fills a tensor with a parameter's rectangle that begins at an offset and has the tensor's shape."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-CHUNK_rows = 32768  # rows read at a time, where all rows of an embedding or head are
-EDGE_bytes = 4096  # at either end of a tensor, in a fingerprint
+CHUNK_rows = 32768  # rows per read, when all rows of an embedding or head are read
+EDGE_bytes = 4096  # at each end of a tensor, in a fingerprint
 
 
 class WeightSource(Protocol):
     """Rows of tensors by Hugging Face name."""
 
     def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
-        """Return rows [first, last) of a tensor that has `shape`; on any device, of any floating type."""
+        """Return rows [first, last) of a tensor of this `shape`; on any device, of any floating type."""
         ...
 
 
 class Folder:
-    """A folder of safetensors files, with an index or a single file. Reads slices and keeps files open, not values."""
+    """A folder of safetensors files, with an index or a single file. Reads slices; keeps files open, but not values."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,9 +109,9 @@ class Folder:
         return values
 
     def check(self, needed: Mapping[str, Shape], duplicates: Mapping[str, str]) -> None:
-        """Raise NeedsError unless the folder has the needed tensors in these shapes, and no other but harmless ones.
+        """Raise NeedsError unless the folder has the needed tensors in these shapes, and only harmless others.
 
-        duplicates: names that may be stored as well, each an exact copy of a needed one (a tied head).
+        duplicates: names that may also be stored, each an exact copy of a needed tensor (a tied head).
         """
         for name, shape in needed.items():
             found = f"no such tensor in {self.folder}"
@@ -130,9 +130,9 @@ class Folder:
                 raise NeedsError(f"the weights in {self.folder}", f"{name} in {self.files[name]}: {found}", do)
 
     def _equal(self, a: str, b: str) -> bool:
-        shape, one, other = self.shape(a), self._slice(a), self._slice(b)
+        shape, first, second = self.shape(a), self._slice(a), self._slice(b)
         chunks = [slice(at, at + CHUNK_rows) for at in range(0, shape[0] if shape else 0, CHUNK_rows)]
-        return shape == self.shape(b) and all(torch.equal(one[c], other[c]) for c in chunks)
+        return shape == self.shape(b) and all(torch.equal(first[c], second[c]) for c in chunks)
 
 
 def refuse_more_layers(stored: Folder | PackedFolder, hf: HF) -> None:
@@ -147,27 +147,27 @@ def refuse_more_layers(stored: Folder | PackedFolder, hf: HF) -> None:
 
 
 def leave_unread(stored: Folder | PackedFolder, shape: ModelShape) -> list[str]:
-    """Remove tensors that no layer reads, which are not trained; return their names.
+    """Remove tensors that no layer uses, which are not trained; return their names.
 
-    They are of layers behind the last one, which predict further tokens, or keys and values of layers that read an
+    They belong to multi-token prediction layers after the last layer, or are keys and values of layers that read an
     earlier layer's.
     """
     if not isinstance(stored, Folder):
         return []
     layers = [(name, re.match(r"(?:\w+\.)*layers\.(\d+)\.(self_attn\.[kv]_)?", name)) for name in stored.files]
-    found, b = list[str](), shape.by_layer
+    unused, b = list[str](), shape.by_layer
     if b is not None:
         reading = {i for i, source in enumerate(b.sources) if source is not None}
-        found = [name for name, match in layers if match is not None and match[2] and int(match[1]) in reading]
+        unused = [name for name, match in layers if match is not None and match[2] and int(match[1]) in reading]
     if FAMILIES[shape.family].later_layers:
-        found = [name for name, match in layers if match is not None and int(match[1]) >= shape.layers]
-        found += [name for name in stored.files if name.startswith("mtp.")]
-    stored.files = {name: file for name, file in stored.files.items() if name not in set(found)}
-    return [stored.stored_name(name) for name in found]
+        unused = [name for name, match in layers if match is not None and int(match[1]) >= shape.layers]
+        unused += [name for name in stored.files if name.startswith("mtp.")]
+    stored.files = {name: file for name, file in stored.files.items() if name not in set(unused)}
+    return [stored.stored_name(name) for name in unused]
 
 
 def seeded_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
-    """Return a generator that depends on (seed, name) only."""
+    """Return a generator that depends only on (seed, name)."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
 
@@ -176,8 +176,8 @@ def seeded_generator(seed: int, name: str, device: torch.device) -> torch.Genera
 class RandomInit:
     """Random weights: a normal draw for matrices, constants for the tensors in `constants` (norms, biases).
 
-    Each tensor is drawn whole in float32 on the target device from a generator of its own (`seeded_generator`): values
-    are independent of sharding and of the model class, on devices of one kind.
+    Each full tensor is drawn in float32 on the target device from a separate generator (`seeded_generator`): values do
+    not depend on sharding or the model class, on devices of one kind.
     """
 
     seed: int
@@ -203,12 +203,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """The layout of one parameter: `groups` groups of rows, in each group `rows` rows of every piece in turn."""
+    """The layout of one parameter: `groups` groups of rows, each with `rows` rows of every piece in turn."""
 
     shape: Shape
     pieces: tuple[tuple[str, int], ...]  # (Hugging Face name, rows in one group)
     groups: int = 1
-    joined: tuple[int, ...] = ()  # one tensor has several pieces, one below the other: rows of each in one group
+    joined: tuple[int, ...] = ()  # one tensor has several stacked pieces: rows of each in one group
 
     def hf_shapes(self) -> Iterator[tuple[str, Shape]]:
         """Yield (name, shape) of the Hugging Face tensors."""
@@ -230,17 +230,17 @@ class WeightEntry:
         return torch.cat(parts, 1).flatten(0, 1)[first - g0 * rows : last - g0 * rows]
 
     def split(self, full: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the Hugging Face tensors of the whole parameter."""
+        """Yield the Hugging Face tensors of the full parameter."""
         if len(self.pieces) == 1:
             yield self.pieces[0][0], put_in_turn(full, self.joined) if self.joined else full
             return
         parts = torch.split(full.reshape(self.groups, -1, *self.shape[1:]), [n for _, n in self.pieces], 1)
         for (hf, _), part in zip(self.pieces, parts, strict=True):
-            yield hf, part.clone(memory_format=torch.contiguous_format).flatten(0, 1)  # storage of its own
+            yield hf, part.clone(memory_format=torch.contiguous_format).flatten(0, 1)  # separate storage
 
 
 def put_in_turn(full: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return groups of pieces with these rows (groups x sum, ...) as whole pieces, one below the other."""
+    """Return groups of pieces with these rows (groups x sum, ...) as complete pieces, stacked."""
     parts = torch.split(full.reshape(-1, sum(rows), *full.shape[1:]), [*rows], 1)
     return torch.cat([part.flatten(0, 1) for part in parts])
 
@@ -253,10 +253,10 @@ def grouped(whole: Tensor, rows: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertsEntry(WeightEntry):
-    """The layout of a matrix of every expert, (N, rows, width).
+    """The layout of a matrix per expert, (N, rows, width).
 
-    Each expert's matrix is as a `WeightEntry` describes it, `{}` in its names the number of the expert. Or, `stacked`,
-    one tensor has them all, in each matrix the rows of a piece behind those of the piece before.
+    Each expert's matrix is described like in a `WeightEntry`, with `{}` in names for the expert's number. If `stacked`,
+    one tensor has all matrices, and in each matrix a piece's rows follow the rows of the piece before.
     """
 
     stacked: bool = False
@@ -286,9 +286,9 @@ class ExpertsEntry(WeightEntry):
     def split(self, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         N, rows, width = self.shape
         if self.stacked:
-            apart = full.reshape(N, self.groups, -1, width).transpose(1, 2)
-            whole = apart.reshape(N, rows, width)
-            yield self.pieces[0][0], whole.transpose(1, 2).contiguous() if self.transposed else whole
+            pieces = full.reshape(N, self.groups, -1, width).transpose(1, 2)
+            stacked = pieces.reshape(N, rows, width)
+            yield self.pieces[0][0], stacked.transpose(1, 2).contiguous() if self.transposed else stacked
             return
         for number in range(N):
             yield from self._matrix(number).split(full[number])
@@ -296,23 +296,23 @@ class ExpertsEntry(WeightEntry):
 
 @dataclass(frozen=True)
 class WeightMap:
-    """The source of every parameter's values, by canonical name: what is read, and what an export writes.
+    """The source of every parameter's values, by canonical name: for loading and for export.
 
-    Parameters that techniques add to the published model (of adapters, of quantized weights) have a filler instead.
+    Parameters that techniques add to the published model (adapters, quantized weights) have a filler instead.
     """
 
     entries: dict[str, WeightEntry]
     source: WeightSource
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # exported as they are, by Hugging Face name
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # exported unchanged, by Hugging Face name
     fillers: dict[str, Initializer] = field(default_factory=dict)  # by canonical name
-    stored_names: dict[str, str] = field(default_factory=dict)  # Hugging Face name -> the base's file's, if different
+    stored_names: dict[str, str] = field(default_factory=dict)  # Hugging Face name -> name in the base, if different
     architecture: str = ""  # transformers' class of the model
     growth: Growth | None = None  # of the vocabulary: the base has fewer rows
 
     def fill(self, name: str, local: Tensor, offset: Shape) -> None:
         """Fill `local` with the rectangle of parameter `name` that begins at `offset` and has `local`'s shape.
 
-        local: any device and floating type; may be empty. offset: one start a dimension, in the whole parameter.
+        local: any device and floating type; may be empty. offset: one start per dimension, in the full parameter.
         """
         if name in self.fillers:
             if local.numel():
@@ -321,34 +321,34 @@ class WeightMap:
         self.fill_published(name, local, offset)
 
     def fill_published(self, name: str, local: Tensor, offset: Shape) -> None:
-        """Fill as `fill` does, from the source even where a filler takes its place."""
+        """Fill like `fill`, but from the source even if there is a filler."""
         entry = self.entries[name]
-        whole = entry.shape
+        full = entry.shape
         ends = [start + size for start, size in zip(offset, local.shape, strict=True)]
-        assert len(ends) == len(whole) and all(0 <= s <= e <= n for s, e, n in zip(offset, ends, whole)), (
-            f"{name}: {tuple(local.shape)} at {offset} is not inside {whole}"
+        assert len(ends) == len(full) and all(0 <= s <= e <= n for s, e, n in zip(offset, ends, full)), (
+            f"{name}: {tuple(local.shape)} at {offset} is not inside {full}"
         )
         if local.numel() == 0:
             return
         with torch.no_grad():
             values = entry.rows(self.source, offset[0], ends[0], local.device)
-            for dim in range(1, len(whole)):
+            for dim in range(1, len(full)):
                 values = values.narrow(dim, offset[dim], local.shape[dim])
             local.copy_(values)
 
     def split(self, name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the Hugging Face tensors of a whole parameter: the inverse of `fill`."""
+        """Yield the Hugging Face tensors of a full parameter: the inverse of `fill`."""
         entry = self.entries[name]
         assert tuple(full.shape) == entry.shape, f"{name}: {tuple(full.shape)} is not {entry.shape}"
         yield from entry.split(full)
 
     def stored(self, name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of `split` under the names of the base's file."""
+        """Yield the tensors of `split` under their names in the base's files."""
         for hf_name, part in self.split(name, full):
             yield self.stored_names.get(hf_name, hf_name), part
 
     def release(self) -> None:
-        """Free host values that only `fill` needs; afterwards `fill` fails, `split` works."""
+        """Free host values that only `fill` needs; afterwards `fill` fails, but `split` works."""
         source: object = self.source
         while not isinstance(source, Memory) and hasattr(source, "source"):
             source = source.source
@@ -363,7 +363,7 @@ def native_entries(
 
     Args:
         stored: names of the base's tensors, which show the layout of experts; without a base one tensor has all.
-        prefixes: of the names of tensors, and of the head's.
+        prefixes: of tensor names, and of the head's.
     """
     entries: dict[str, WeightEntry] = {}
     (prefix, head), spec = prefixes, FAMILIES[model.shape.family]
@@ -399,13 +399,13 @@ def native_entries(
     return entries
 
 
-# Parameters of which an expert has one value, by their names in the router.
+# Parameters with one value per expert, by their names in the router.
 _ROUTER = {"router": "weight", "router_bias": "bias", "correction": "e_score_correction_bias"}
-_SCALES = {"router_scale": "scale", "expert_scale": "per_expert_scale"}  # of one that scales what it reads and gives
+_SCALES = {"router_scale": "scale", "expert_scale": "per_expert_scale"}  # of a router that scales its input and output
 
 
 def _experts_entry(layer: str, kind: str, shape: Shape, spec: FamilySpec, stored: Collection[str]) -> WeightEntry:
-    """Return the entry of one of the parameters of a layer's experts."""
+    """Return the entry of one parameter of a layer's experts."""
     e, module = spec.experts, spec.experts_in(layer)
     assert e is not None
     stacked = e.apart is None or not stored or f"{module}.experts.gate_up_proj" in stored
@@ -427,7 +427,7 @@ def _experts_entry(layer: str, kind: str, shape: Shape, spec: FamilySpec, stored
 
 
 def weights_fingerprint(folder: Path | None, seed: int) -> str:
-    """Return a hash of a sample of a folder's values; of random weights the seed. For weights that are not saved.
+    """Return a hash of a sample of a folder's values, or the seed of random weights. For weights that are not saved.
 
     It covers name, size and header of each file, every 64th MiB, and the first and last 4 KiB of each tensor.
     """
@@ -451,7 +451,7 @@ def weights_fingerprint(folder: Path | None, seed: int) -> str:
 
 
 def value_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that contain its weights."""
+    """Return the files with a folder's weights."""
     return [folder / name for name in sorted(set(Folder(folder).files.values()))]
 
 
@@ -463,7 +463,7 @@ def random_init(hf: HF, seed: int, constants: Mapping[str, float]) -> RandomInit
 def native_constants(entries: Mapping[str, WeightEntry], centred: bool = False) -> dict[str, float]:
     """Return the initial values of a decoder's biases, norms (centred: of 1 + weight) and decays.
 
-    Published decays are drawn from (0, 16); here all begin in the middle.
+    Published decays are drawn from (0, 16); here all start in the middle.
     """
     names = [name for entry in entries.values() for name, _ in entry.pieces]
     biases = {name: 0.0 for name in names if name.endswith("bias")}
@@ -477,8 +477,8 @@ def native_constants(entries: Mapping[str, WeightEntry], centred: bool = False) 
 # --- export: config.json and safetensors in transformers' layout, written tensor by tensor
 
 CONFIG = "config.json"
-TYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: the weights' type, and its name before transformers 4.56
-# How the base's files are quantized, and the choice of attention, which may refer to code on the hub.
+TYPE_KEYS = ("dtype", "torch_dtype")  # in config.json: the weights' type, and its name before transformers 4.56
+# The quantization of the base's files, and the choice of attention, which may refer to code on the hub.
 LEFT_OUT = ("quantization_config", "attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 
 
@@ -529,18 +529,18 @@ def export_weights(
 
     Args:
         folder: created if missing; must not contain weights.
-        tensors: every parameter by canonical name, whole, on the CPU, without aliases; consumed one at a time.
-        hf: the model's config.json; its type becomes the one that most of the bytes have.
-        max_shard_bytes: begin a new file rather than exceed this, unless one tensor alone does.
-        base: the folder that training began with; config.json is its file, byte for byte, if `hf` has its values.
+        tensors: every full parameter by canonical name, on the CPU, without aliases; consumed one at a time.
+        hf: the model's config.json; its type becomes that of most of the bytes.
+        max_shard_bytes: maximum size of a file, unless a single tensor exceeds it.
+        base: the folder that training started from; its config.json is copied if `hf` has the same values.
 
     Raises:
         CheckpointError: the folder already contains weights, or a parameter is unknown, given twice or missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     asked = f"export to {folder}"
-    if there := sorted(p.name for p in folder.iterdir() if ".safetensors" in p.name):
-        raise CheckpointError(asked, f"it already has {there[0]}", "use an empty folder")
+    if present := sorted(p.name for p in folder.iterdir() if ".safetensors" in p.name):
+        raise CheckpointError(asked, f"it already has {present[0]}", "use an empty folder")
     shards, missing = _Shards(folder, max_shard_bytes), set(recipe.entries)
     for name, full in tensors:
         if name not in missing:
@@ -558,12 +558,12 @@ def export_weights(
 
 
 def _config_bytes(hf: HF, dtype: str, architecture: str, base: Path | None) -> bytes:
-    """Return config.json: the base's bytes, unless a value is another one; then its keys in their order."""
+    """Return config.json: the base's bytes if all values are equal; otherwise its keys in their order."""
     config = {key: value for key, value in hf.items() if key not in LEFT_OUT}
-    # Readers before transformers 4.56 have no `dtype`; where a base has neither key, they take the type of the tensors.
+    # Readers before transformers 4.56 have no `dtype`; if a base has neither key, they use the type of the tensors.
     for key in [key for key in TYPE_KEYS if key in config] or ([] if base is not None else TYPE_KEYS[:1]):
         config[key] = dtype
-    if text_config(config) is not config:  # of the language model, wherever it has one of its own
+    if text_config(config) is not config:  # also in a separate language model config
         text = config["text_config"]
         config["text_config"] = {**text, **{key: dtype for key in TYPE_KEYS if key in text}}
     if not config.get("architectures"):
@@ -574,12 +574,12 @@ def _config_bytes(hf: HF, dtype: str, architecture: str, base: Path | None) -> b
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-# --- new tokens: their rows of embedding and head are the mean of the rows of the existing tokens
+# --- new tokens: their rows of embedding and head are the mean of the existing tokens' rows
 #
 # Source: Hewitt 2021, https://nlp.stanford.edu/~johnhew/vocab-expansion.html: before any training, new tokens with
-# random rows can take most of the probability; n of them among V with the mean of the old rows at most about n / V.
-# Differs from the source: rows without a token, which pad published embeddings, do not count in the mean; and are
-# overwritten where a new token gets one of them.
+# random rows can get most of the probability; with the mean of the old rows, n new tokens among V get at most about n /
+# V. Differs from the source: rows without a token, which pad published embeddings, are not in the mean; they are
+# overwritten if a new token gets them.
 
 
 class WithNewTokens:
@@ -604,7 +604,7 @@ class WithNewTokens:
         return torch.cat(parts)
 
     def _mean(self, name: str, shape: Shape, device: torch.device) -> Tensor:
-        """Return the mean row (D,) in float32, summed in float64; of a bias ()."""
+        """Return the mean row (D,) in float32, summed in float64; () for a bias."""
         if name not in self._means:
             n = self.growth.first
             chunks = [range(at, min(at + CHUNK_rows, n)) for at in range(0, n, CHUNK_rows)]
@@ -614,7 +614,7 @@ class WithNewTokens:
 
 
 def widened(source: WeightSource, model: Any, entries: dict[str, WeightEntry], growth: Growth | None) -> WeightSource:
-    """Return the source with rows for new tokens, if there are any."""
+    """Return the source with rows for new tokens, if any."""
     return source if growth is None else WithNewTokens(source, vocabulary_names(model, entries), growth)
 
 
@@ -632,7 +632,7 @@ def refuse_frozen(model: Any, recipe: WeightMap, growth: Growth) -> None:
 
 
 def vocabulary_names(model: Any, entries: dict[str, WeightEntry]) -> frozenset[str]:
-    """Return the published names of a model's parameters with a row for each token: embedding, head, its bias."""
+    """Return the published names of parameters with one row per token: embedding, head, its bias."""
     wide = {id(model.embedding.weight), id(model.head.weight), id(model.head.bias)}
     if (inputs := getattr(model, "inputs", None)) is not None:
         wide.add(id(inputs.embedding.weight))
@@ -653,16 +653,16 @@ def enlarge(hf_model: Any, growth: Growth) -> None:
 # --- folders of 4-bit weights: quantized by bitsandbytes, saved by transformers, read without dequantization
 #
 # A tensor `x.weight`, packed as uint8 (n, 1), has `x.weight.absmax`, `.quant_map`, with double quantization
-# `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4`: JSON with the shape, the sizes of
-# blocks and the offset. Only a technique that stores weights in this form can read them.
+# `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4`: JSON with the shape, the block sizes
+# and the offset. Only a technique that stores weights in this form can read them.
 
 MARK = ".quant_state.bitsandbytes__"
 MAP, NESTED_MAP = ".quant_map", ".nested_quant_map"
-PARTS = {"codes": "", "absmax": ".absmax", "nested": ".nested_absmax"}  # of kernels/nf4.py: suffix of the name
+PARTS = {"codes": "", "absmax": ".absmax", "nested": ".nested_absmax"}  # name in kernels/nf4.py: suffix
 
 
 def open_weights(folder: Path) -> Folder | PackedFolder:
-    """Open a folder of dense or of 4-bit weights; raise NeedsError as `Folder` and `PackedFolder` do."""
+    """Open a folder of dense or 4-bit weights; raise NeedsError like `Folder` and `PackedFolder`."""
     opened = Folder(folder)
     if any(name.endswith(BLOCKS) for name in opened.files):
         return Mxfp4Folder(folder)
@@ -680,11 +680,11 @@ def refuse_packed(folder: Path) -> None:
         raise NeedsError(f"the packed weights in {folder}", found, "start from the unquantised checkpoint, --with nf4")
 
 
-BLOCKS, SCALES = "_blocks", "_scales"  # of gpt-oss's experts: (N, rows, width / 32, 16) and (N, rows, width / 32)
+BLOCKS, SCALES = "_blocks", "_scales"  # gpt-oss's experts: (N, rows, width / 32, 16) and (N, rows, width / 32)
 
 
 class Mxfp4Folder(Folder):
-    """A folder whose experts are 4-bit floats (kernels/mxfp4.py): their names and dense values are transformers'."""
+    """A folder whose experts are 4-bit floats (kernels/mxfp4.py); names and dense values are transformers'."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -693,8 +693,8 @@ class Mxfp4Folder(Folder):
         for name in sorted(self.packed):
             parts = [name + end for end in (BLOCKS, SCALES) if name + end in self.files]
             kinds = " and ".join(f"{list(self.stored.shape(p))} of {self.stored._slice(p).get_dtype()}" for p in parts)
-            each = list(self.stored.shape(name + BLOCKS)[:3])
-            if kinds != f"{[*each, mxfp4.BLOCK // 2]} of U8 and {each} of U8" or len(each) < 3:
+            size = list(self.stored.shape(name + BLOCKS)[:3])
+            if kinds != f"{[*size, mxfp4.BLOCK // 2]} of U8 and {size} of U8" or len(size) < 3:
                 asked = f"the MXFP4 tensor {name} in {folder}, blocks of 16 bytes with a scale each"
                 raise NeedsError(asked, kinds, "download it again")
         dense = {name: self.files[name + BLOCKS] for name in self.packed}
@@ -708,7 +708,7 @@ class Mxfp4Folder(Folder):
         return N, blocks * mxfp4.BLOCK, rows
 
     def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
-        """Return matrices (width, rows) of some experts; of a packed tensor the exact values, in bfloat16."""
+        """Return matrices (width, rows) of some experts; for a packed tensor the exact values, in bfloat16."""
         if name not in self.packed:
             return super().rows(name, first, last, shape, device)
         out = torch.empty(last - first, shape[2], shape[1], dtype=torch.bfloat16, device=device)
@@ -717,12 +717,12 @@ class Mxfp4Folder(Folder):
         return out.transpose(1, 2)
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """Return a packed tensor's parts by `mxfp4.mxfp4_bytes`' names."""
+        """Return a packed tensor's parts by the names of `mxfp4.mxfp4_bytes`."""
         return {"codes": self.stored._slice(name + BLOCKS)[:], "scales": self.stored._slice(name + SCALES)[:]}
 
 
 class PackedFolder:
-    """A source with some packed tensors, which have parts instead of rows; NeedsError unless their format is ours."""
+    """A source with some packed tensors, which have parts instead of rows; NeedsError for other formats."""
 
     def __init__(self, everything: Folder) -> None:
         self.everything = everything
@@ -733,7 +733,7 @@ class PackedFolder:
         self.dense.files = {n: f for n, f in everything.files.items() if n not in sides | set(marks.values())}
 
     def check(self, needed: Mapping[str, Shape], duplicates: Mapping[str, str]) -> None:
-        """Check as `Folder.check` does; the shape of a packed tensor is that of its dense values."""
+        """Check like `Folder.check`; the shape of a packed tensor is that of its dense values."""
         for name, state in self.states.items():
             shape = tuple(state["shape"])
             if needed.get(name) != shape:
@@ -750,22 +750,22 @@ class PackedFolder:
         return self.dense.rows(name, first, last, shape, device)
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """Return a packed tensor's parts by `nf4.quantize_nf4`'s names; NeedsError for one of another size or type."""
+        """Return a packed tensor's parts by the names of `nf4.quantize_nf4`; NeedsError for a wrong size or type."""
         state, files = self.states[name], self.everything.files
-        found = {part: self._read(name + end).reshape(-1) for part, end in PARTS.items() if name + end in files}
-        if "nested" in found:
+        parts = {part: self._read(name + end).reshape(-1) for part, end in PARTS.items() if name + end in files}
+        if "nested" in parts:
             offset = torch.tensor([state["nested_offset"]], dtype=torch.float32)
-            found["nested"] = torch.cat((found["nested"], offset)).to(found["nested"].dtype)  # checked below
+            parts["nested"] = torch.cat((parts["nested"], offset)).to(parts["nested"].dtype)  # checked below
         nested = "nested_offset" in state
         for part, size in nf4.nf4_bytes(state["rows"], state["width"], nested).items():
             kind = torch.uint8 if part == "codes" or (nested and part == "absmax") else torch.float32
-            if part not in found or found[part].numel() * found[part].element_size() != size:
+            if part not in parts or parts[part].numel() * parts[part].element_size() != size:
                 asked = f"{size} bytes of {name}{PARTS[part]} in {self.dense.folder}"
-                raise NeedsError(asked, "others" if part in found else "none", "download it again")
-            if found[part].dtype != kind:
+                raise NeedsError(asked, "others" if part in parts else "none", "download it again")
+            if parts[part].dtype != kind:
                 asked = f"{name}{PARTS[part]} in {self.dense.folder} as {kind}"
-                raise NeedsError(asked, f"{found[part].dtype}", "download it again")
-        return found
+                raise NeedsError(asked, f"{parts[part].dtype}", "download it again")
+        return parts
 
     def _read(self, name: str) -> Tensor:
         values: Tensor = self.everything._slice(name)[:]

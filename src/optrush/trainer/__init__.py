@@ -1,1 +1,1 @@
-"""Turn a resolved configuration into a trained model: build, loop, checkpoints, run folder."""
+"""Turn a resolved configuration into a trained model: build, training loop, checkpoints, run folder."""

@@ -1,8 +1,8 @@
-"""Build a Trainer: mesh, model on the meta device, stages in order, materialise; reject no-ops.
+"""Build a Trainer: mesh, model on the meta device, stages in order, weights; reject techniques without effect.
 
-data, model ... shard      stages on a model without bytes
-materialise  allocate this rank's slices, redo ties, fill them from the weight map; `trainer.trained` is fixed
-optimizer, wrap_step, wrap_window   stages on a model with bytes
+data, model ... shard      stages on a model without memory
+materialise  allocate this rank's shards, redo ties, fill them from the weight map; fix `trainer.trained`
+optimizer, wrap_step, wrap_window   stages on a model with memory
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def build(
         data: a file to evaluate on instead of the held-out data.
         progress: called with a status line during long work.
         today: the date for chat templates that use one; a resumed run keeps its first date.
-        first_steps: run only these and evaluate nothing; a teacher then stores tokens for their rows only.
+        first_steps: run only this many steps and do not evaluate; a teacher then stores tokens only for their rows.
     """
     started = started or join_ranks(prepared)
     distributed.under_way("reading the data and the model")
@@ -152,9 +152,9 @@ def _opened(a: Assembly) -> tuple[Trainer, SampleSource | None]:
     check_layout(config, trainer.layout)
     reader = settle_images(tokens, prepared.techniques, trainer.layout)
     console.loading(f"reading the data: {_named(config)}")
-    whole = trainer.layout.uncut or not a.training
+    uncut = trainer.layout.uncut or not a.training
     known = vocab if config.data.random is None else ids
-    trainer.sources = sources = read_sources(config, tokens, known, a.progress, a.data, cut=whole)
+    trainer.sources = sources = read_sources(config, tokens, known, a.progress, a.data, cut=uncut)
     held_out = _held_out(sources, a.training)
     _open_tower(trainer, prepared.folder, reader, a.training)
     trainer.notes.append(f"data: {sources.summary}")
@@ -213,7 +213,7 @@ def _stage(trainer: Trainer, techniques: Sequence[Technique], name: str) -> None
 def _store_tokens(
     a: Assembly, trainer: Trainer, teacher: tuple[Path | None, dict[str, Any]], held_out: SampleSource | None
 ) -> StoredTokens | None:
-    """Give the stream the teacher's stored tokens, computed if missing; return those of `held_out`."""
+    """Give the stream the teacher's stored tokens, computed if missing; return the tokens of `held_out`."""
     storing, train = StoringPass(trainer, teacher), trainer.sources.train
     if a.first_steps is not None:
         length = trainer.config.train
@@ -223,9 +223,9 @@ def _store_tokens(
         trainer.stream.stored = storing.stored_in_memory(train, numbers)
         return None
     wanted = [*([train] if a.training else []), *([] if held_out is None else [held_out])]
-    found = storing.stored(wanted)
-    trainer.stream.stored = found[0] if a.training else None
-    return None if held_out is None else found[-1]
+    stores = storing.stored(wanted)
+    trainer.stream.stored = stores[0] if a.training else None
+    return None if held_out is None else stores[-1]
 
 
 def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, held_tokens: StoredTokens | None) -> None:
@@ -235,7 +235,7 @@ def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, hel
     stage = partial(_stage, trainer, prepared.techniques)
     for name in ("model", "peft", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
-        if name == "peft":  # every rank still has the whole model: its cost distributes rows
+        if name == "peft":  # every rank still has the full model: its cost distributes rows
             model.frozen_flops = frozen_flops(model)
         _other_model(a, trainer, name)
         if isinstance(model, Decoder) and model.tower is not None:
@@ -280,7 +280,7 @@ def _completed(a: Assembly, trainer: Trainer, held_out: SampleSource | None, hel
 
 
 def _held_out(sources: Sources, training: bool) -> SampleSource | None:
-    """Return the samples to evaluate: the held-out ones, or all without training."""
+    """Return the samples to evaluate: held-out samples, or all without training."""
     held_out = sources.held_out or (None if training else sources.train)
     if held_out is not None and not held_out.tokenized:
         do = "leave data.stream out (--set data.stream=false), or give a data.eval"
@@ -289,7 +289,7 @@ def _held_out(sources: Sources, training: bool) -> SampleSource | None:
 
 
 def _other_model(a: Assembly, trainer: Trainer, stage: str) -> None:
-    """Give the loss its second model after the first is final: an adapter's base, or a teacher."""
+    """Give the loss its second model once the first is final: an adapter's base, or a teacher."""
     settings, untrained = a.prepared.config.referenced, trainer.adapters_disabled
     if stage == "peft" and settings is not None and dpo.by_adapter(settings, untrained):
         assert untrained is not None
@@ -325,17 +325,17 @@ def _note_model(trainer: Trainer, growth: Growth | None) -> None:
 
 
 def _note_tokens(trainer: Trainer, tokens: Tokens, base: Path | None) -> None:
-    """Note where other programs would tokenise the first documents differently."""
+    """Note where other programs would tokenize the first documents differently."""
     given, train = trainer.config.model.tokenizer, trainer.sources.train
     folder = base if given is None else Path(given)
     first = range(min(COMPARED_ROWS, len(train))) if train.tokenized else ()
     documents = (d.ids.tolist() for i in first for d in train.documents(i))
-    if folder is not None and (found := tokens.otherwise(folder, documents)) is not None:
-        trainer.notes.append(f"trained on other tokens than tokenizer.json gives: {found}; {AS_STORED}")
+    if folder is not None and (difference := tokens.otherwise(folder, documents)) is not None:
+        trainer.notes.append(f"trained on other tokens than tokenizer.json gives: {difference}; {AS_STORED}")
 
 
 def _note_rules(trainer: Trainer) -> None:
-    """Note which functions the model's delta rules call, once they are final."""
+    """Note the functions called by the model's delta rules, once they are final."""
     if trainer.env.shape is not None and trainer.env.shape.delta is not None:
         trainer.notes.append(f"delta rule: {' and '.join(rules(trainer.model))}")
 
@@ -354,8 +354,8 @@ def _defaults(trainer: Trainer) -> None:
     if trainer.env.shape is not None and trainer.env.shape.experts is not None:
         trainer.metrics.update((name, torch.zeros((), device=device)) for name in LOAD_FIGURES)
     trainer.loss_from_hidden = loss_of(trainer.config, trainer.model.head, trainer.metrics)
-    if (own := trainer.config.loss) is not None:
-        trainer.notes.append(f"the loss is {own.use}, in place of the objective's")
+    if (plugged := trainer.config.loss) is not None:
+        trainer.notes.append(f"the loss is {plugged.use}, in place of the objective's")
     trainer.loss = partial(loss, trainer)
     trainer.place = lambda batch: batch.to(device)
     trainer.forward_backward = partial(forward_backward, trainer)
@@ -369,7 +369,7 @@ def _defaults(trainer: Trainer) -> None:
 
 def settle_weights(trainer: Trainer) -> None:
     """Allocate and fill the weights, fix `trainer.trained`."""
-    # Before materialising: an engine may flatten parameters. Biases of experts have rows, too.
+    # Before materialising: an engine may flatten parameters. Experts' biases have several rows, too.
     matrices = {name for name, p in trainer.model.named_parameters() if p.dim() > 1 and not name.endswith("bias")}
     trainer.storage.materialise(trainer)
     trainer.weight_map.release()
@@ -378,10 +378,10 @@ def settle_weights(trainer: Trainer) -> None:
 
 
 def check_rounding(trainer: Trainer) -> None:
-    """Check that the optimizer rounds bfloat16 weights as configured, and note any loss.
+    """Check that the optimizer rounds bfloat16 weights as configured; note any loss.
 
     Raises:
-        NeedsError: it rounds differently.
+        NeedsError: the optimizer rounds differently.
     """
     done = getattr(trainer.optimizer, "rounding", "nearest")
     if done != trainer.rounding:
@@ -402,18 +402,18 @@ def fingerprints(
 
     order = f"seed {trainer.config.seed}, {trainer.env.rows} rows of {trainer.env.seq} tokens a step, {trainer.layout}"
     order += "" if sources.train.tokenized else f", windows of {sampler.LIVE_WINDOW} rows"
-    found = {"config": digest(trainer.hf), "data": sources.fingerprint, "order": order}
+    digests = {"config": digest(trainer.hf), "data": sources.fingerprint, "order": order}
     if trainer.config.loss is not None:
-        found["loss"] = digest([source_of("loss", trainer.config.loss.use), trainer.config.loss.options])
+        digests["loss"] = digest([source_of("loss", trainer.config.loss.use), trainer.config.loss.options])
     if trainer.config.grpo is not None:
         for rule in (rules := trainer.config.grpo.rewards):
             rewards.open_reward(rule)  # rejects an unknown name and lists the known ones
-        own = [source_of("reward", rule.use) for rule in rules if rewards.is_own(rule)]
-        found["rewards"] = digest([[dict(rule) for rule in rules], own])
+        functions = [source_of("reward", rule.use) for rule in rules if rewards.is_own(rule)]
+        digests["rewards"] = digest([[dict(rule) for rule in rules], functions])
     if tokens is not None:
-        found["tokenizer"] = digest(tokens.tokenizer.backend_tokenizer.to_str())
+        digests["tokenizer"] = digest(tokens.tokenizer.backend_tokenizer.to_str())
         template = getattr(tokens.tokenizer, "chat_template", None)
-        found["template"] = digest(template)
-        if "strftime_now" in str(template):  # such a template writes the date into every conversation
-            found["date"] = (today or datetime.date.today()).isoformat()
-    return found
+        digests["template"] = digest(template)
+        if "strftime_now" in str(template):  # the template writes the date into every conversation
+            digests["date"] = (today or datetime.date.today()).isoformat()
+    return digests

@@ -1,12 +1,12 @@
-"""Save and load checkpoints that a kill at any moment cannot damage: commit, manifest, verification, resharding.
+"""Save and load checkpoints that no kill can damage: commit, manifest, verification, resharding.
 
 `<output>/checkpoints/step-000012/` holds `rank-0.safetensors`, ... and `manifest.json`. It is committed once it has
-that name. The rename comes last: every rank writes, syncs and hashes into `step-000012.tmp-<nonce>/`, rank 0 adds
-the manifest, syncs, renames, syncs the parent, and only then prunes. A folder is renamed away before it is emptied.
-So a name without `.tmp-` means that all files were once on disk; the hashes show whether they still are.
+this name. The rename comes last: every rank writes, syncs and hashes in `step-000012.tmp-<nonce>/`; rank 0 adds the
+manifest, syncs, renames, syncs the parent, and only then prunes. A folder is renamed before it is emptied. So a name
+without `.tmp-` means that all files were once on disk; the hashes show whether they still are.
 
-Each rank saves its boxes and loads the overlaps with the saved boxes: the number of ranks and the sharding
-may differ from run to run. No pickle anywhere: safetensors and JSON.
+Each rank saves its boxes and loads the overlaps with the saved boxes: the number of ranks and the sharding may differ
+between runs. No pickle: only safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from optrush.trainer.distributed import agree, exchange, from_first, gather
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
 
-# --- The manifest: the saved tensors, their files, and the hashes of these.
+# --- The manifest: the saved tensors, their files, and the files' hashes.
 #
-# It has the hash of every file and its own: it must equal, byte for byte, the text that its content
-# serializes to. So any flipped bit is found, and another step's manifest by its folder's name.
+# It has the hash of every file and its own: it must equal, byte for byte, the serialization of its content. So any
+# flipped bit is detected, and a manifest of another step by its folder's name.
 
 FORMAT: Literal[1] = 1
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
 COMMITTED = re.compile(r"step-(\d{6,})\Z")
 LEFT = re.compile(r"step-\d{6,}\.tmp-[0-9a-f]+\Z")
-_SHARD = re.compile(r"rank-\d+\.safetensors\Z")  # a manifest's names lead nowhere else
+_SHARD = re.compile(r"rank-\d+\.safetensors\Z")  # a manifest cannot name other files
 
 
 class _Strict(BaseModel):
@@ -61,7 +61,7 @@ class _Strict(BaseModel):
 
 
 class SavedBox(_Strict):
-    """A box of a tensor, and the file that has it under the tensor's name."""
+    """A box of a tensor, and the file that stores it under the tensor's name."""
 
     file: str
     offset: list[int]
@@ -117,7 +117,7 @@ def verify(path: Path) -> Manifest:
     """Return a checkpoint's manifest after hashing every byte of every file.
 
     Raises:
-        CheckpointError: with the damaged file and the damage.
+        CheckpointError: naming the damaged file and the damage.
     """
     name = MANIFEST
     try:
@@ -168,15 +168,15 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
 
 
 def uncovered(entry: Entry) -> str | None:
-    """Return an error if a tensor's pieces overlap or do not cover the whole; else None."""
+    """Return an error if a tensor's pieces overlap or do not cover all of it; else None."""
     boxes = [(tuple(p.offset), tuple(p.shape)) for p in entry.pieces]
     for i, (offset, shape) in enumerate(boxes):
         if len(shape) != len(entry.shape) or any(o < 0 or o + n > w for o, n, w in zip(offset, shape, entry.shape)):
             return f"a piece of {shape} at {offset} is outside {tuple(entry.shape)}"
         if any(overlap(offset, shape, *other) is not None for other in boxes[:i]):
             return "two pieces overlap"
-    held, whole = sum(torch.Size(shape).numel() for _, shape in boxes), torch.Size(entry.shape).numel()
-    return None if held == whole else f"{held} of {whole} values were saved"
+    saved, total = sum(torch.Size(shape).numel() for _, shape in boxes), torch.Size(entry.shape).numel()
+    return None if saved == total else f"{saved} of {total} values were saved"
 
 
 def damaged(path: Path, file: str, what: str) -> CheckpointError:
@@ -225,28 +225,28 @@ class Slice:
 def slices(trainer: Trainer) -> list[Slice]:
     """Return this rank's parameters as `param/<name>` and optimizer states as `state/<state>/<name>`."""
     states = {} if trainer.optimizer is None else trainer.optimizer.state()
-    found = []
+    boxes = []
     for t in trainer.trained:
-        local, whole, offset, first = t.local, t.full_shape, t.offset, trainer.counts(t)
+        local, full, offset, first = t.local, t.full_shape, t.offset, trainer.counts(t)
         # The first rank saves one of equal copies; an empty shard has no bytes to save.
-        saves = first and (local.numel() > 0 or tuple(local.shape) == whole)
-        found.append(Slice(f"param/{t.name}", local, whole, offset, saves))
+        saves = first and (local.numel() > 0 or tuple(local.shape) == full)
+        boxes.append(Slice(f"param/{t.name}", local, full, offset, saves))
         for kind, state in states.get(t.name, {}).items():
             name, shape = f"state/{kind}/{t.name}", tuple(state.shape)
             if shape == tuple(local.shape):
-                found.append(Slice(name, state, whole, offset, saves))
-            elif not shape or (tuple(local.shape) == whole and shape[0] != local.shape[0]):  # the same on every rank
-                found.append(Slice(name, state, shape, (0,) * len(shape), first and not any(offset)))
+                boxes.append(Slice(name, state, full, offset, saves))
+            elif not shape or (tuple(local.shape) == full and shape[0] != local.shape[0]):  # equal on every rank
+                boxes.append(Slice(name, state, shape, (0,) * len(shape), first and not any(offset)))
             else:  # blocks inside rows: sharded like the parameter's rows
-                cut_alike = shape[0] == local.shape[0] and tuple(local.shape[1:]) == whole[1:]
-                assert cut_alike, f"{name}: sharded unlike its rows"
+                sharded_alike = shape[0] == local.shape[0] and tuple(local.shape[1:]) == full[1:]
+                assert sharded_alike, f"{name}: sharded unlike its rows"
                 flat = (0,) * (len(shape) - 1)
-                found.append(Slice(name, state, (whole[0], *shape[1:]), (offset[0], *flat), saves))
-    return found
+                boxes.append(Slice(name, state, (full[0], *shape[1:]), (offset[0], *flat), saves))
+    return boxes
 
 
 def overlap(a_offset: Ints, a_shape: Ints, b_offset: Ints, b_shape: Ints) -> list[tuple[int, int]] | None:
-    """Return the overlap of two boxes as (first, end) per dimension of the whole tensor; None if empty."""
+    """Return the overlap of two boxes as (first, end) per dimension of the full tensor; None if empty."""
     shared = [(max(p, q), min(p + n, q + m)) for p, n, q, m in zip(a_offset, a_shape, b_offset, b_shape, strict=True)]
     return None if any(first >= end for first, end in shared) else shared
 
@@ -323,7 +323,7 @@ def _write(snapshot: Snapshot, cancelled: Callable[[], bool] = lambda: False) ->
     """Write and commit a snapshot; raises like `save`. Any thread may call it: it uses no collective."""
     folder, step, first = snapshot.folder, snapshot.step, snapshot.rank == 0
     final = folder / f"step-{step:06d}"
-    half = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"  # rank 0's is taken
+    half = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"  # all ranks use rank 0's
 
     def attempt(work: Callable[[], Any], all_ranks: bool = False) -> list[Any]:
         return _attempt(work if first or all_ranks else lambda: None, half, cancelled)
@@ -339,7 +339,7 @@ LIMIT_S = 3600.0  # for another rank's part of a save; `train.timeout` does not 
 
 
 def _attempt(work: Callable[[], Any], half: Path, cancelled: Callable[[], bool]) -> list[Any]:
-    """Do this rank's part of a save and return every rank's result; if one fails, all fail."""
+    """Do this rank's part of a save and return every rank's result; if one rank fails, all fail."""
     answer: dict[str, Any]
     try:
         answer = {"came to": work()}
@@ -392,8 +392,8 @@ def write_tensors(
 ) -> tuple[str, int]:
     """Write a safetensors file, one tensor in host memory at a time; return (sha256, size).
 
-    The library's own writer needs all bytes at once and does not sync. The format is 8 bytes with the header's
-    length, a JSON header and the raw little-endian tensors; wide elements first, so that each is aligned.
+    The library's writer needs all bytes at once and does not sync. The format is 8 bytes with the header's length, a
+    JSON header and the raw little-endian tensors; wide elements first, to align each tensor.
     """
     tensors = sorted(tensors, key=lambda pair: -pair[1].element_size())
     header: dict[str, object] = {}
@@ -428,12 +428,12 @@ def _commit(snapshot: Snapshot, reports: list[Any], half: Path, final: Path) -> 
     files.write_new(half / MANIFEST, [text])
     files.sync_folder(half)
     if final.is_dir():
-        with suppress(CheckpointError):  # damaged: it is replaced
+        with suppress(CheckpointError):  # damaged: replace it
             if text_of(verify(final)) == text:
                 files.remove_tree(half)
                 return
-        # The run resumed from before this step, because of damage or --resume FOLDER; that checkpoint
-        # still exists if a kill comes between the next two lines.
+        # The run resumed from an earlier step, because of damage or --resume FOLDER; if a kill comes between the next
+        # two lines, that checkpoint still exists.
         files.rename_file(final, half.with_name(half.name + "0"))
     files.rename_file(half, final)
     files.sync_folder(final.parent)
@@ -442,9 +442,9 @@ def _commit(snapshot: Snapshot, reports: list[Any], half: Path, final: Path) -> 
 def _table(reports: Iterable[Any]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for report in filter(None, reports):
-        for name, dtype, whole, offset, shape in report["pieces"]:
-            entry = table.setdefault(name, {"dtype": dtype, "shape": whole, "pieces": []})
-            assert (entry["dtype"], entry["shape"]) == (dtype, whole), f"{name}: the ranks disagree about it"
+        for name, dtype, full, offset, shape in report["pieces"]:
+            entry = table.setdefault(name, {"dtype": dtype, "shape": full, "pieces": []})
+            assert (entry["dtype"], entry["shape"]) == (dtype, full), f"{name}: the ranks disagree about it"
             entry["pieces"].append({"file": report["file"], "offset": offset, "shape": shape})
     for name, entry in table.items():
         wrong = uncovered(Entry.model_validate(entry))
@@ -453,7 +453,7 @@ def _table(reports: Iterable[Any]) -> dict[str, Any]:
 
 
 def _prune(folder: Path, step: int, keep: int, spared: int | None) -> None:
-    """Keep the newest and the spared checkpoints; remove those of later steps, from before a rollback."""
+    """Keep the newest and the spared checkpoints; remove checkpoints of later steps, from before a rollback."""
     committed = find_checkpoints(folder.parent)
     kept = [c for c in committed if step_of(c) <= step][:keep]
     for old in reversed([c for c in committed if c not in kept and step_of(c) != spared]):
@@ -486,10 +486,10 @@ class HostCopy:
     def of(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with copies of its tensors; `copied` waits for pending copies."""
         mine, end = [], 0
-        for s in sorted(snapshot.mine, key=lambda s: -s.local.element_size()):  # so that each is aligned
+        for s in sorted(snapshot.mine, key=lambda s: -s.local.element_size()):  # to align each tensor
             begin, end = end, end + s.local.nbytes
             mine.append(replace(s, local=self.page[begin:end].view(s.local.dtype).view(s.shape)))
-            mine[-1].local.copy_(s.local, non_blocking=True)  # in the order of the stream: before the next update
+            mine[-1].local.copy_(s.local, non_blocking=True)  # in stream order: before the next update
         if self.device.type != "cuda":
             return replace(snapshot, mine=mine)
         done = torch.cuda.current_stream(self.device).record_event()
@@ -503,16 +503,16 @@ def _no_room(size: int, found: str) -> NeedsError:
 
 
 class Saver:
-    """Saves the checkpoints of a run: in the loop, or in a thread beside it (`train.save`).
+    """Saves the checkpoints of a run: in the loop, or in a background thread (`train.save`).
 
-    One save runs at a time. The thread calls no collective: their order belongs to training.
+    One save runs at a time. The thread calls no collective: only training may order them.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Allocate the host memory of a thread's copies; every rank calls it.
+        """Allocate the host memory for a thread's copies; every rank calls it.
 
         Raises:
-            NeedsError: on every rank; a machine has too little memory.
+            NeedsError: on every rank, if a machine has too little memory.
         """
         self.trainer, self.host, refusal = trainer, None, None
         try:
@@ -523,11 +523,11 @@ class Saver:
         agree(refusal)
         self.settled: Callable[[int, SaveFailed | None], None] = lambda step, failure: None
         self.thread: threading.Thread | None = None
-        self.step, self.failure = 0, list[BaseException]()  # of the thread
+        self.step, self.failure = 0, list[BaseException]()  # for the thread
         self.cancelled = threading.Event()
 
     def save(self, step: int, meta: Meta, spared: int | None = None) -> None:
-        """Start a save after the running one. `settled` gets the result; a thread's when `settle` finds it."""
+        """Start a save after the running one. `settled` gets the result; for a thread, in `settle`."""
         self.settle(wait=True)
         snapshot, failure = _snapshot(self.trainer, step, meta, spared), None
         if self.host is None:
@@ -551,7 +551,7 @@ class Saver:
         """Pass the result of a finished thread to `settled`.
 
         Raises:
-            RunError: the save failed, and not because of the disk.
+            RunError: the save failed for another reason than the disk.
         """
         if self.thread is None or (self.thread.is_alive() and not wait):
             return
@@ -572,7 +572,7 @@ class Saver:
             self.thread.join(GIVING_UP_S)
 
 
-GIVING_UP_S = 5.0  # for the tensor that is being written
+GIVING_UP_S = 5.0  # to finish the current tensor
 
 
 # --- Resuming
@@ -593,7 +593,7 @@ def choose(output: Path | str, resume: Literal["auto"] | Path | None) -> tuple[M
     if answer["error"] is not None:
         raise CheckpointError(*answer["error"])
     manifest = None if answer["path"] is None else parse_manifest(Path(answer["path"]), answer["text"].encode())
-    return manifest, [(Path(p), why) for p, why in answer["passed"]]
+    return manifest, [(Path(p), reason) for p, reason in answer["passed"]]
 
 
 def first_date(manifest: Manifest | None) -> datetime.date | None:
@@ -622,9 +622,9 @@ def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
                 return answer | {"error": error.args}
             answer["passed"].append([str(path), error.found])
     if candidates:
-        why = "; ".join(f"{Path(path).name}: {found}" for path, found in answer["passed"])
+        reasons = "; ".join(f"{Path(path).name}: {found}" for path, found in answer["passed"])
         todo = "to start over set `train.overwrite: true` without --resume, or use another `output`"
-        answer["error"] = [f"--resume auto in {output}", f"no checkpoint is intact: {why}", todo]
+        answer["error"] = [f"--resume auto in {output}", f"no checkpoint is intact: {reasons}", todo]
     return answer
 
 
@@ -708,9 +708,9 @@ def check_plan(manifest: Manifest, steps: int, position: int, allow: frozenset[s
         The lost or repeated rows, if allowed; else None.
 
     Args:
-        steps: of the whole run.
-        position: where the step after the checkpoint would begin.
-        allow: with "data" or "order" in it, samples may be lost or repeated.
+        steps: of the full run.
+        position: start of the step after the checkpoint.
+        allow: if it has "data" or "order", samples may be lost or repeated.
 
     Raises:
         CheckpointError: samples would be lost or repeated, or the run would end before or right after the
@@ -741,7 +741,7 @@ def _check_fingerprints(
     for name in sorted(allow):
         if name not in {*then, *now}:
             raise CheckpointError(f"--allow-change {name}", "no such field", nearest(name, {*then, *now}))
-    causes = {name for name in ("tokenizer", "template") if then.get(name) != now.get(name)}  # they change `data`, too
+    causes = {name for name in ("tokenizer", "template") if then.get(name) != now.get(name)}  # these also change `data`
     for name in [*sorted(causes - allow), *sorted({*then, *now} - allow - causes)]:
         if then.get(name) != now.get(name):
             old, new = (digests.get(name, "absent") for digests in (then, now))
@@ -785,7 +785,7 @@ def _names_everywhere(trainer: Trainer) -> set[str]:
 
 @torch.no_grad()
 def _load(trainer: Trainer, manifest: Manifest, names: set[str], kind: str = "", saved_as: str = "") -> None:
-    """Fill the tensors named `kind`... from those saved as `saved_as`...: averages, in float32."""
+    """Fill the tensors named `kind`... from those saved as `saved_as`... (float32 averages)."""
     mine = [s for s in slices(trainer) if s.name.startswith(kind)]
     saved = {name for name in manifest.tensors if name.startswith(kind)}
     _check_names(manifest, "tensor", saved, {name for name in names if name.startswith(kind)})
@@ -812,9 +812,9 @@ def _load(trainer: Trainer, manifest: Manifest, names: set[str], kind: str = "",
 
 
 def _copy(file: Any, s: Slice, piece: SavedBox, shared: list[tuple[int, int]]) -> None:
-    if not shared:  # one value
+    if not shared:  # a scalar
         s.local.copy_(file.get_tensor(s.name))
         return
-    there = tuple(slice(a - o, b - o) for (a, b), o in zip(shared, piece.offset))
-    here = tuple(slice(a - o, b - o) for (a, b), o in zip(shared, s.offset))
-    s.local[here].copy_(file.get_slice(s.name)[there])
+    source = tuple(slice(a - o, b - o) for (a, b), o in zip(shared, piece.offset))
+    target = tuple(slice(a - o, b - o) for (a, b), o in zip(shared, s.offset))
+    s.local[target].copy_(file.get_slice(s.name)[source])

@@ -1,6 +1,6 @@
-"""Copy a run's folder to a store that fsspec writes (s3://, gs://, hf://, ...), and fetch it back: `train.copy_to`.
+"""Copy a run's folder to an fsspec store (s3://, gs://, hf://, ...), and fetch it back: `train.copy_to`.
 
-A copied checkpoint is complete once it has its manifest, copied last. Only then are dropped ones removed.
+A copied checkpoint is complete once it has its manifest, copied last. Only then are dropped checkpoints removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Store:
     """The remote store of one run's copies."""
 
     def __init__(self, config: Config) -> None:
-        """Open it. Raises UserError: the address has no kind, or its library is missing."""
+        """Open the store. Raises UserError: the address has no scheme, or its library is missing."""
         address = config.train.copy_to
         assert address is not None
         self.asked = f"`train.copy_to: {scrubbed(address)}`"
@@ -41,26 +41,26 @@ class Store:
 
     def steps(self) -> dict[str, list[str]]:
         """Return the files of each complete remote checkpoint, by folder name."""
-        found = dict[str, list[str]]()
+        by_step = dict[str, list[str]]()
         for name in self.names(FOLDER):
             step, _, file = name.removeprefix(f"{FOLDER}/").partition("/")
             if file:
-                found.setdefault(step, []).append(name)
-        return {step: names for step, names in found.items() if f"{FOLDER}/{step}/{MANIFEST}" in names}
+                by_step.setdefault(step, []).append(name)
+        return {step: names for step, names in by_step.items() if f"{FOLDER}/{step}/{MANIFEST}" in names}
 
     def names(self, folder: str = "") -> list[str]:
         """Return the run's remote files, by their paths in its folder."""
         self.files.invalidate_cache()
         place = f"{self.root}/{folder}".rstrip("/")
-        found = self.files.find(place) if self.files.exists(place) else []
-        names = (os.path.relpath(name, self.root) for name in found)
+        paths = self.files.find(place) if self.files.exists(place) else []
+        names = (os.path.relpath(name, self.root) for name in paths)
         return [name for name in names if name.split("/")[0] in KNOWN]
 
     def put(self, name: str) -> None:
         """Copy a file of the run folder."""
-        there = f"{self.root}/{name}"
-        self.files.makedirs(os.path.dirname(there), exist_ok=True)
-        self.files.put_file(str(self.output / name), there)
+        target = f"{self.root}/{name}"
+        self.files.makedirs(os.path.dirname(target), exist_ok=True)
+        self.files.put_file(str(self.output / name), target)
 
     def put_checkpoint(self, folder: Path) -> None:
         """Copy a checkpoint, its manifest last; remove remote checkpoints that the run dropped."""
@@ -83,8 +83,8 @@ class Store:
 class Copier:
     """Copies checkpoints in a thread during the run, and the rest of the folder at its end (rank 0).
 
-    A failure during the run is logged, and the next checkpoint retries it; a failure at the end is an
-    error, after the run is complete on this machine.
+    A failure during the run is logged, and the next checkpoint retries; a failure at the end is an error, after the run
+    is complete on this machine.
     """
 
     def __init__(self, store: Store, anew: bool) -> None:
@@ -95,7 +95,7 @@ class Copier:
         self.thread = threading.Thread(target=self._work, name="copies", daemon=True)
 
     def begin(self) -> None:
-        """Copy the configuration; raises ConfigError if the store is not writable."""
+        """Copy the configuration; raise ConfigError if the store is not writable."""
         with _reported(self.store):
             for name in self.store.names() if self.anew else ():
                 self.store.files.rm(f"{self.store.root}/{name}")
@@ -133,7 +133,7 @@ class Copier:
         self.store.put_rest(late)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is KeyboardInterrupt:  # a second Ctrl-C: at once
+        if kind is KeyboardInterrupt:  # a second Ctrl-C: leave at once
             return
         self.queue.put(None)
         console.say(f"copying to {self.store.asked.split(': ', 1)[1].rstrip('`')}")
@@ -160,7 +160,7 @@ def check_copies(config: Config, resume: Literal["auto"] | Path | None) -> None:
     """Check that the store has no other run's copies; write nothing.
 
     Raises:
-        UserError: it has, or it cannot be read.
+        UserError: it has other copies, or it cannot be read.
     """
     if config.train.copy_to is None:
         return
@@ -168,11 +168,11 @@ def check_copies(config: Config, resume: Literal["auto"] | Path | None) -> None:
     with _reported(store):
         taken, steps = store.files.exists(f"{store.root}/{RUN}"), sorted(store.steps())
         theirs = store.files.cat_file(f"{store.root}/{FOLDER}/{steps[-1]}/{MANIFEST}") if steps else b""
-    own = (read_file(c / MANIFEST) for c in find_checkpoints(config.output)[:1])
+    manifests = (read_file(c / MANIFEST) for c in find_checkpoints(config.output)[:1])
     if resume is None and taken and not config.train.overwrite:
         do = "resume with --resume auto, use another address, or set train.overwrite: true"
         raise ConfigError(store.asked, "the address already has a run", do)
-    if resume is not None and theirs and any(_run(text) != _run(theirs) for text in own):
+    if resume is not None and theirs and any(_run(text) != _run(theirs) for text in manifests):
         raise ConfigError(store.asked, "the address has another run", "use another address")
 
 
@@ -216,11 +216,11 @@ def fetch_copies(config: Config, ranks: int, resume: Literal["auto"] | Path) -> 
             os.rename(half, store.output / FOLDER / step)
 
 
-def _get(store: Store, name: str, here: Path) -> None:
-    if not here.resolve().is_relative_to(store.output.resolve()):
+def _get(store: Store, name: str, target: Path) -> None:
+    if not target.resolve().is_relative_to(store.output.resolve()):
         raise ConfigError(store.asked, f"a file named {name}", "use the address of a copied run")
-    here.parent.mkdir(parents=True, exist_ok=True)
-    store.files.get_file(f"{store.root}/{name}", str(here))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    store.files.get_file(f"{store.root}/{name}", str(target))
 
 
 @contextmanager

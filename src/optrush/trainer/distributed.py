@@ -1,7 +1,7 @@
 """Join the process group, build the mesh, and exchange host integers and texts between ranks.
 
-One process per device. Device tensors go through NCCL (gloo on CPU); host integers and the stop flag through
-gloo, so that counting the targets of a step never waits for the GPU.
+One process per device. Device tensors go through NCCL (gloo on CPU); host integers and the stop flag through gloo, so
+that counting a step's targets never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Result = TypeVar("Result")
 
 _meetings: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # store keys used so far, by name
 SEGMENTS = "expandable_segments:True"  # less fragmentation
-CHOSEN = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # users configure torch's allocator here
+CHOSEN = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # variables by which users configure torch's allocator
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers. `mesh` is None with one process, which calls no collective."""
+    """This process among all ranks. `mesh` is None with one process, which calls no collective."""
 
     rank: int
     ranks: int
@@ -53,7 +53,7 @@ class World:
     mesh: DeviceMesh | None = None
 
     def at(self, axis: str) -> int:
-        """Return this rank's place on an axis; 0 if the mesh has no such axis."""
+        """Return this rank's position on an axis; 0 if the mesh has no such axis."""
         return self.mesh.get_local_rank(axis) if self.mesh is not None and self.along(axis) > 1 else 0
 
     def along(self, axis: str) -> int:
@@ -75,7 +75,7 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Return whether this rank is the first of the ranks with the same rows."""
+        """Return whether this rank is the first of those with the same rows."""
         return not any(self.at(axis) for axis in SAME_ROWS)
 
     @property
@@ -87,9 +87,9 @@ class World:
         """Return the sum over an axis' ranks; the gradient is that of this rank's part."""
         if self.mesh is None or self.along(axis) == 1:
             return t
-        whole = t.detach().clone()
-        dist.all_reduce(whole, group=self.mesh.get_group(axis))
-        return t + (whole - t.detach())
+        total = t.detach().clone()
+        dist.all_reduce(total, group=self.mesh.get_group(axis))
+        return t + (total - t.detach())
 
     def summed(self, t: Tensor) -> DeviceMesh | None:
         """Return, as one axis, the ranks with gradients of the same shard from other tokens."""
@@ -102,11 +102,11 @@ class World:
         Args:
             cut: axes over which the tensors are already sharded.
         """
-        one = self.flat(*(axis for axis in SUMMED if axis not in ("rep", *cut)))
-        if self.mesh is None or one is None or self.along("rep") == 1:
-            return one
-        assert one.mesh_dim_names is not None, "build_mesh names every axis"
-        return self.mesh["rep", one.mesh_dim_names[0]]
+        joined = self.flat(*(axis for axis in SUMMED if axis not in ("rep", *cut)))
+        if self.mesh is None or joined is None or self.along("rep") == 1:
+            return joined
+        assert joined.mesh_dim_names is not None, "build_mesh names every axis"
+        return self.mesh["rep", joined.mesh_dim_names[0]]
 
     def flat(self, *axes: str) -> DeviceMesh | None:
         """Return the mesh's axes among these as one axis; None with one process."""
@@ -130,20 +130,20 @@ def join(kind: str, timeout_s: float = TIMEOUT_S) -> torch.device:
     """Set up the device, and join the process group if a launcher started several processes.
 
     Args:
-        timeout_s: how long a rank may keep the others waiting in a collective.
+        timeout_s: maximum time that a rank may keep the others waiting in a collective.
 
     Returns:
         This process's device.
 
     Raises:
-        RunError: a rank did not connect within `timeout_s`, at least JOINING_S. The process exits if another of this
-            host is stopped for `timeout_s`.
+        RunError: a rank did not connect within `timeout_s`, at least JOINING_S. The process exits if another process on
+            this host is stopped for `timeout_s`.
     """
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
         if not any(name in os.environ for name in CHOSEN):
-            torch._C._accelerator_setAllocatorSettings(SEGMENTS)  # the variable is read once, perhaps earlier
+            torch._C._accelerator_setAllocatorSettings(SEGMENTS)  # the variable is read only once, perhaps earlier
     if launched()[1] > 1 and not dist.is_initialized():
         _join_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout_s)
     return device
@@ -178,7 +178,7 @@ def under_way(operation: str, step: int = 0, at_once: bool = True) -> None:
     """Record the starting operation, for the error if another rank does not reach it.
 
     Args:
-        at_once: publish it before the next heartbeat; operations of every step are too short for that.
+        at_once: publish it before the next heartbeat; operations in every step are too short for this.
     """
     if _watch is not None:
         _watch.note(step, operation, at_once)
@@ -218,7 +218,7 @@ def build_mesh(axes: Mapping[str, int], device: torch.device) -> World:
         ("rep", "ep"),
         ("cp",),
         ("rep", "cp"),
-    ):  # all ranks are here: it creates process groups
+    ):  # on all ranks: it creates process groups
         several = tuple(a for a in names if a in SUMMED and a not in left_out)
         if len(several) > 1 and "_".join(several) not in made:
             made.add("_".join(several))
@@ -233,12 +233,12 @@ def leaving() -> Iterator[None]:
     with reported():
         yield
         under_way("the end of the run")
-        wait_for_all()  # rank 0 may write for long, and has the store that others still use
+        wait_for_all()  # rank 0 may write for a long time, and serves the store that others still use
         host_sum([0])
     if _watch is not None:
         _watch.close()
         _watch = None
-    if dist.is_initialized():  # after an error it may wait for the others
+    if dist.is_initialized():  # after an error this may wait for the others
         dist.destroy_process_group()
 
 
@@ -275,7 +275,7 @@ def exchange(
     """Return every rank's text without a collective; None: a rank did not answer in time.
 
     Args:
-        name: of a thread's exchanges, whose order relative to others differs per rank.
+        name: of a thread's exchanges, whose order relative to others differs between ranks.
         cancelled: returns whether to give up.
     """
     if not dist.is_initialized():
@@ -318,7 +318,7 @@ def from_stages(world: World, own: Iterator[tuple[str, Tensor]]) -> Iterator[tup
     """Yield this rank's tensors by name, on rank 0 also the other pipeline stages'; every rank calls it.
 
     Args:
-        own: whole tensors, on the host of each stage's first rank (`World.leads`).
+        own: full tensors, on the host of each stage's first rank (`World.leads`).
     """
     stages = world.along("pp")
     for stage in range(stages):
@@ -352,7 +352,7 @@ def _received(source: int) -> Iterator[tuple[str, Tensor]]:
         name, dtype, shape = json.loads(head.numpy().tobytes())
         t = torch.empty(shape, dtype=getattr(torch, dtype))
         if t.numel():
-            dist.recv(t.flatten().view(torch.uint8), source)  # a view of its storage
+            dist.recv(t.flatten().view(torch.uint8), source)  # receives into its storage
         yield name, t
 
 
@@ -366,7 +366,7 @@ def agree(error: UserError | RunError | None) -> None:
 
 
 def agreed(work: Callable[[], Result]) -> Result:
-    """Run work without a collective and return its result once all ranks are done; raises the first rank's error."""
+    """Run work without a collective, return its result once all ranks are done; raise the first rank's error."""
     error: UserError | RunError | None = None
     try:
         result = work()
@@ -380,9 +380,9 @@ def agreed(work: Callable[[], Result]) -> Result:
 def check_equal(what: Mapping[str, str]) -> None:
     """Raise ConfigError if ranks read different files: their training or their collectives would diverge."""
     digests = [json.loads(t) for t in gather(json.dumps(dict(what)))]
-    for rank, own in enumerate(digests):
-        for name in own:
-            if own[name] != digests[0].get(name):
+    for rank, digest in enumerate(digests):
+        for name in digest:
+            if digest[name] != digests[0].get(name):
                 asked, do = "the same files on every rank", "copy them again, and use absolute paths"
                 error = ConfigError(asked, f"`{name}` of rank {rank} differs from rank 0's", do)
                 error.everywhere = True
@@ -391,7 +391,7 @@ def check_equal(what: Mapping[str, str]) -> None:
 
 # --- Sharded tensors (torch's DTensor), without importing their module.
 #
-# The import takes a second, and most processes need none: if it is not imported, no tensor is sharded.
+# The import takes a second, and most processes do not need it: if it is not imported, no tensor is sharded.
 
 
 def is_sharded(t: Tensor) -> TypeGuard[DTensor]:
@@ -407,7 +407,7 @@ def is_gathered(module: nn.Module) -> TypeGuard[FSDPModule]:
 
 
 def local(t: Tensor) -> Tensor:
-    """Return this rank's shard; it shares storage."""
+    """Return this rank's shard, which shares storage."""
     return t.to_local() if is_sharded(t) else t
 
 
@@ -419,7 +419,7 @@ def like(t: Tensor, piece: Tensor) -> Tensor:
 
 
 def gathered(t: Tensor) -> Tensor:
-    """Return the whole tensor; if it is sharded, every rank must call it."""
+    """Return the full tensor; if it is sharded, every rank must call it."""
     return t.full_tensor() if is_sharded(t) else t
 
 
@@ -428,11 +428,11 @@ def cut_axes(t: Tensor) -> set[str]:
     if not is_sharded(t):
         return set()
     placed = zip(t.device_mesh.mesh_dim_names or (), t.placements, strict=True)
-    return {axis for name, how in placed if not how.is_replicate() for axis in name.split("_")}  # several as one
+    return {axis for name, how in placed if not how.is_replicate() for axis in name.split("_")}  # joined axes
 
 
 def offset(t: Tensor) -> tuple[int, ...]:
-    """Return the offset of this rank's shard in the whole tensor."""
+    """Return the offset of this rank's shard in the full tensor."""
     if not is_sharded(t):
         return (0,) * t.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

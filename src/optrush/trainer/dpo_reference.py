@@ -1,8 +1,7 @@
 """Compute the reference of `objective: dpo` and `kto` before step 0, if there is no adapter to disable.
 
-One pass of the initial model over all pairs, split over the ranks, before a checkpoint is restored.
-The result, two numbers per pair, is cached under a digest of its inputs (`sample_store`), and is part of the
-batches from then on.
+One pass of the initial model over all pairs, split over the ranks, before a checkpoint is restored. The result, two
+numbers per pair, is cached under a digest of its inputs (`sample_store`), and then becomes part of the batches.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from optrush.trainer.sample_store import SamplePart, SampleStore, batches_of, va
 from optrush.trainer.trainer import Trainer
 
 FORMAT = 2  # part of every key
-PAIR = np.dtype((np.float32, 2))  # of a record
+PAIR = np.dtype((np.float32, 2))  # the dtype of a record
 
 
 def fill_reference(trainer: Trainer, prepared: Decided, *, training: bool = True) -> None:
@@ -55,7 +54,7 @@ def fill_reference(trainer: Trainer, prepared: Decided, *, training: bool = True
 
 
 def zero_reference(trainer: Trainer, prepared: Decided) -> None:
-    """Like `fill_reference` with zeros, for batches that `add_reference` completes; a preflight needs only room."""
+    """Like `fill_reference` with zeros, for batches that `add_reference` completes; a preflight needs only memory."""
     if _needed(trainer):
         trainer.stream.reference = np.zeros((len(_counted(trainer)), 2), np.float32)
         if (held := trainer.evaluation) is not None:
@@ -72,11 +71,11 @@ def add_reference(trainer: Trainer, windows: list[list[Batch]]) -> list[list[Bat
         return windows
     samples = dict.fromkeys(s for window in windows for batch in window for s in batch.samples)
     places = {sample: n for n, sample in enumerate(samples)}
-    found = _scored(trainer, (batch for window in windows for batch in window), len(places), places.__getitem__).cpu()
+    scores = _scored(trainer, (batch for window in windows for batch in window), len(places), places.__getitem__).cpu()
 
     def filled(batch: Batch) -> Batch:
-        there, known = batch.extra["pairs"], torch.zeros_like(batch.extra["reference"])  # (B, P), (B, P, 2)
-        known[there] = found[[places[sample] for sample in batch.samples]]
+        places_of, known = batch.extra["pairs"], torch.zeros_like(batch.extra["reference"])  # (B, P), (B, P, 2)
+        known[places_of] = scores[[places[sample] for sample in batch.samples]]
         return replace(batch, extra={**batch.extra, "reference": known})
 
     return [[filled(batch) for batch in window] for window in windows]
@@ -99,10 +98,9 @@ def _counted(trainer: Trainer) -> SampleSource:
 def against(prepared: Decided, before: Decided, data: str | None, say: Callable[[str], None]) -> Trainer:
     """Build the trainer for evaluating pairs, with the reference of the initial model.
 
-    Args:
-        prepared: of the trained model; its adapters are merged and cannot be disabled.
-        before: of the initial model, which is freed before this returns.
-        data: as for `assemble`.
+    prepared: for the trained model; its adapters are merged and cannot be disabled.
+    before: for the initial model, which is freed before this returns.
+    data: see `assemble`.
 
     Raises:
         ConfigError: the two models tokenize the pairs differently.
@@ -147,7 +145,7 @@ def _found(trainer: Trainer, prepared: Decided, source: SampleSource, what: str)
 
 
 def _content(trainer: Trainer, prepared: Decided, source: SampleSource) -> list[Any]:
-    """Return the inputs that determine the figures: the pairs, the model, the precision and the maths."""
+    """Return the inputs that determine the result: the pairs, the model, the precision and the maths."""
     model = {k: v for k, v in trainer.fingerprints.items() if k in ("config", "tokenizer", "base")}
     if prepared.folder is not None:  # a sample of values could confuse two models
         model["base"] = values_digest(prepared.folder, cache_root(trainer.config.data.cache))
@@ -163,20 +161,20 @@ def _content(trainer: Trainer, prepared: Decided, source: SampleSource) -> list[
 
 
 def passed(trainer: Trainer, source: SampleSource, what: str) -> np.ndarray:
-    """Return one forward pass over all pairs, with the callables of an evaluation."""
+    """Return the result of one forward pass over all pairs, with the callables of an evaluation."""
     batches = batches_of(trainer, source, trainer.model.supports_packing, f"the reference of {len(source):,} {what}")
-    found = _scored(trainer, batches, len(source), lambda sample: sample)
-    return np.asarray(trainer.all_reduce(found).cpu().numpy())  # each rank has its own pairs, and zeros
+    scores = _scored(trainer, batches, len(source), lambda sample: sample)
+    return np.asarray(trainer.all_reduce(scores).cpu().numpy())  # each rank has its own pairs, and zeros for the others
 
 
 def _scored(trainer: Trainer, batches: Iterable[Batch], n: int, place: Callable[[int], int]) -> Tensor:
     """Return (n, 2) float32: log-probabilities of the pairs in these batches, sample i in row place(i)."""
     device, score = trainer.world.device, trainer.loss_from_hidden
-    found = torch.zeros(n, 2, device=device)
+    scores = torch.zeros(n, 2, device=device)
 
     def noted(hidden: Tensor, batch: Batch) -> Tensor:
         values = log_probabilities(trainer.model.head, hidden, batch)[batch.extra["pairs"]]  # (pairs, 2)
-        found[torch.tensor([place(sample) for sample in batch.samples], device=device).long()] = values.float()
+        scores[torch.tensor([place(sample) for sample in batch.samples], device=device).long()] = values.float()
         return values.sum()
 
     trainer.loss_from_hidden = noted
@@ -185,4 +183,4 @@ def _scored(trainer: Trainer, batches: Iterable[Batch], n: int, place: Callable[
             trainer.eval_loss([batch])
     finally:
         trainer.loss_from_hidden = score
-    return found
+    return scores

@@ -1,7 +1,7 @@
 """Show what `optrush train` would do and need: `--dry-run`.
 
-The data is read and tokenised as for training, the rows are those of the first step; the model is neither loaded nor
-allocated, and no file of the run is written. Facts first, one document for --json; their text is below.
+The data is read and tokenized like in training, and the rows are the first step's; the model is neither loaded nor
+allocated, and no run file is written. Facts first, as one document for --json; their text is below.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from optrush.trainer.trainer import Trainer, idle_settings
 if TYPE_CHECKING:
     from optrush.data.samples import Dataset
 
-ROWS = 3  # shown
+ROWS = 3  # rows to show
 PREDICTED = (
     "peak_bytes", "memory_kind", "phase", "device", "capacity_bytes", "fits", "tokens_per_s", "basis", "host_bytes",
     "host_room_bytes", "room_bytes", "rates_from",
@@ -60,13 +60,13 @@ def dry_run(
         UserError: any error of training before it builds the model.
     """
     config, env = resolved.config, resolved.env
-    there = None
+    remedy = None
     try:
         check_run_output(resolved, resume)
-    except ConfigError as error:  # the facts are useful for a finished run, too
+    except ConfigError as error:  # the facts are also useful for a finished run
         if error.found != run_dir.OCCUPIED:
             raise
-        there = error.do
+        remedy = error.do
     manifest = checkpoint.choose(config.output, resume)[0] if launched()[1] == 1 else None
     today = checkpoint.first_date(manifest)
     tokens = open_tokens(config, resolved.folder, today)
@@ -97,7 +97,7 @@ def dry_run(
     if env.teacher is not None and env.teacher.stored is not None:
         disk |= stored_facts(config, env.teacher, sources)
     facts = data_facts(resolved, sources, stream, steps, 0 if manifest is None else manifest.step)
-    found = {
+    answer = {
         "decided": resolved.facts(),
         "config": absolute(config).model_dump(mode="json", by_alias=True),
         "memory": memory,
@@ -106,14 +106,14 @@ def dry_run(
         "data": facts,
         "rows": rows,
         "notes": list(idle_settings(config, facts["steps"], sources.held_out is not None)),
-        "occupied": there,
+        "occupied": remedy,
         "launch": command,
     }
-    return found, prediction
+    return answer, prediction
 
 
 class _StreamedRows(NamedTuple):
-    """The source of a stream for `preview.rows`: the files of its rows are unknown."""
+    """The source of a stream for `preview.rows`, without the files of its rows."""
 
     parts: int
 
@@ -122,7 +122,7 @@ class _StreamedRows(NamedTuple):
 
 
 def _layout(resolved: Decided) -> RowLayout:
-    """Return how samples become rows: the data stage, on a trainer without a model."""
+    """Return the row layout: runs the data stage on a trainer without a model."""
     nothing = cast(Any, None)
     trainer = Trainer(resolved.config, resolved.env, World(0, 1, torch.device("cpu")), resolved.hf, nothing, nothing)
     for technique in resolved.techniques:
@@ -132,20 +132,20 @@ def _layout(resolved: Decided) -> RowLayout:
 
 
 def memory_facts(config: Config, ranks: int) -> tuple[dict[str, Any], Prediction | None]:
-    """Return the prediction for the worst rank as facts, biggest line first, and itself; or why there is none."""
+    """Return the worst rank's prediction, as facts with the biggest line first, and itself; or why there is none."""
     try:
-        found = search.predict(config, "auto", ranks)
+        prediction = search.predict(config, "auto", ranks)
     except UserError as error:
         return {"unknown": f"{error.asked}: {error.found}"}, None
-    lines = sorted(found.lines, key=lambda item: -item.bytes)
-    facts = {name: getattr(found, name) for name in PREDICTED}
-    return facts | {"lines": [{"name": i.name, "bytes": i.bytes, "reason": i.reason} for i in lines]}, found
+    lines = sorted(prediction.lines, key=lambda item: -item.bytes)
+    facts = {name: getattr(prediction, name) for name in PREDICTED}
+    return facts | {"lines": [{"name": i.name, "bytes": i.bytes, "reason": i.reason} for i in lines]}, prediction
 
 
 def time_facts(memory: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     """Return the predicted seconds of the remaining steps, without evaluations and saves; None if unknown."""
     steps, speed = data["steps"] - data["done"], memory.get("tokens_per_s")
-    tokens = data["tokens"] or data["steps"] * data["rows_a_step"] * data["seq"]  # of a stream: full rows assumed
+    tokens = data["tokens"] or data["steps"] * data["rows_a_step"] * data["seq"]  # for a stream: assume full rows
     return {"steps": steps, "train_s": tokens / speed * steps / data["steps"] if speed else None}
 
 
@@ -153,32 +153,32 @@ def disk_facts(resolved: Decided, steps: int) -> dict[str, Any]:
     """Return the maximum bytes of checkpoints and exported model, and the free disk space."""
     config = resolved.config
     saves, copies = run_dir.saved_copies(config, steps)
-    there, free = run_dir.free_space(config.output)
+    folder, free = run_dir.free_space(config.output)
     weights, states = _total_bytes(config)
-    each = {"weights_bytes": weights, "states_bytes": states}
+    sizes = {"weights_bytes": weights, "states_bytes": states}
     needed = None if weights is None or states is None else copies * (weights + states) + weights * config.train.export
     fits = None if needed is None else needed <= free
-    found = {"checkpoints": copies, "saves": saves, "keep": config.train.keep, "needed_bytes": needed}
-    return {**each, **found, "free_bytes": free, "folder": str(there), "fits": fits}
+    counts = {"checkpoints": copies, "saves": saves, "keep": config.train.keep, "needed_bytes": needed}
+    return {**sizes, **counts, "free_bytes": free, "folder": str(folder), "fits": fits}
 
 
 def stored_facts(config: Config, teacher: Teacher, sources: Sources) -> dict[str, Any]:
     """Return the bytes of the teacher's stored tokens, cached or not."""
     wanted = [sources.train] if sources.held_out is None else [sources.train, sources.held_out]
     targets = sum(int(source.targets().sum()) for source in wanted)
-    there, free = run_dir.free_space(cache_root(config.data.cache))
+    folder, free = run_dir.free_space(cache_root(config.data.cache))
     stored = targets * teacher.record_bytes
-    return {"stored_tokens_bytes": stored, "stored_tokens_free_bytes": free, "stored_tokens_folder": str(there)}
+    return {"stored_tokens_bytes": stored, "stored_tokens_free_bytes": free, "stored_tokens_folder": str(folder)}
 
 
 def _total_bytes(config: Config) -> tuple[int, int] | tuple[None, None]:
     """Return the predicted bytes of all weights and all optimizer states over the ranks; None without a prediction."""
     alone = {t.name: config.with_[t.name] for t in instantiate(ALL, config.with_) if not RANK_PARTS & t.claims}
     try:
-        found = search.predict(changed(config, {"with": alone, "method": None}), "auto", 1)
+        prediction = search.predict(changed(config, {"with": alone, "method": None}), "auto", 1)
     except UserError:
         return None, None
-    weights, states = (sum(i.bytes for i in found.lines if i.name.startswith(p)) for p in ("weights.", "states."))
+    weights, states = (sum(i.bytes for i in prediction.lines if i.name.startswith(p)) for p in ("weights.", "states."))
     assert weights and states, "the plan has no line weights.* or states.*"
     return weights, states
 
@@ -266,17 +266,17 @@ def _disk(d: dict[str, Any]) -> list[str]:
     free = f"{_size(d['free_bytes'])} free in {d['folder']}"
     teacher = []
     if (stored := d.get("stored_tokens_bytes")) is not None:
-        there = f"{_size(d['stored_tokens_free_bytes'])} free in {d['stored_tokens_folder']}"
-        teacher = [f"teacher      {_size(stored):>10}  its most likely tokens for each target, stored once; {there}"]
+        room = f"{_size(d['stored_tokens_free_bytes'])} free in {d['stored_tokens_folder']}"
+        teacher = [f"teacher      {_size(stored):>10}  its most likely tokens for each target, stored once; {room}"]
     if d["needed_bytes"] is None:
         return [f"needed: unknown without a memory prediction; {free}", *teacher]
     each, n = d["weights_bytes"] + d["states_bytes"], d["checkpoints"]
-    why = f"{d['saves']} saved"
+    reason = f"{d['saves']} saved"
     if n > d["keep"]:
-        why = f"keep {d['keep']}, plus one while it is written"
+        reason = f"keep {d['keep']}, plus one while it is written"
     fits = "fits" if d["fits"] else "DOES NOT FIT: free space, lower train.keep, or use another output"
     return [
-        f"checkpoints  {_size(n * each):>10}  {n} x {_size(each)}, weights and optimizer states ({why})",
+        f"checkpoints  {_size(n * each):>10}  {n} x {_size(each)}, weights and optimizer states ({reason})",
         f"model        {_size(d['weights_bytes']):>10}  exported at the end",
         f"needed       {_size(d['needed_bytes']):>10}  {free}: {fits}",
         *teacher,
@@ -284,12 +284,12 @@ def _disk(d: dict[str, Any]) -> list[str]:
 
 
 def _data(d: dict[str, Any]) -> list[str]:
-    go_on = f"; resumes after step {d['done']}" if d["done"] else ""
+    resumed = f"; resumes after step {d['done']}" if d["done"] else ""
     times = "" if d["epochs"] is None else f", {d['epochs']:.3g} epochs"
     ranks = f" on {d['ranks']} ranks" if d["ranks"] > 1 else ""
     return [
         d["summary"],
-        f"{_many(d['steps'], 'step')}{times}{go_on}",
+        f"{_many(d['steps'], 'step')}{times}{resumed}",
         f"per step: {_many(d['rows_a_step'], 'row')} of {d['seq']} slots, "
         f"{_many(d['micro_batches'], 'micro-batch', 'es')} per rank{ranks}",
         "tokens: unknown until they are read (data.stream)"
@@ -308,5 +308,5 @@ def launch_line(arguments: Sequence[str]) -> str:
     if "RANK" not in os.environ:
         return f"optrush {left}"
     ranks = launched()[1]
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return f"torchrun --nnodes {ranks // here} --nproc-per-node {here} -m optrush {left}"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return f"torchrun --nnodes {ranks // local} --nproc-per-node {local} -m optrush {left}"

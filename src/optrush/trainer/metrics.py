@@ -1,17 +1,17 @@
 """Measure and write metrics.jsonl: the only definition of tokens, target tokens, tokens/s, MFU, peak bytes, seconds.
 
-Training never waits for the device: a logged step's figures, and whether an update was skipped, are copied
-to pinned memory and read on arrival, so a line may be written a step or two later. Evaluations, checkpoints
-and the last step wait for them. Ranks agree on stopping through the host (`trainer.all_reduce_int`).
+Training never waits for the device: a logged step's figures, and whether an update was skipped, are copied to pinned
+memory and read on arrival, so a line may be written a step or two later. Evaluations, checkpoints and the last step
+wait for them. Ranks agree on stopping through the host (`trainer.all_reduce_int`).
 
-tokens, target_tokens: of the logged step, all ranks, padding excluded.
+tokens, target_tokens: of the logged step, all ranks, without padding.
 loss, and the objective's other metrics (`trainer.metrics`): means over the logged step's terms (target tokens, or
     pairs), all ranks.
 step_s, data_wait_s: mean over the steps since the last line, from step end to step end on the
     device. tokens_per_s, mfu: real tokens since the last line, over that time.
     MFU = ModelShape.flops (6 x matrix parameters + causal attention by document) / datasheet bf16 peak.
-start_s, steps_s, end_s: seconds of a finished run from its command to step 0; of the steps with data
-    waits; of saves, evaluations and the model, until the report is drawn.
+start_s, steps_s, end_s: seconds of a finished run: from its command to step 0; of the steps with data waits; of saves,
+evaluations and the model, until the report is drawn.
 peak_bytes: rank 0's peak so far: allocated by torch on CUDA, resident set of the process on CPU.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 STEADY = (10, 60.0)  # steps and seconds after which shares of time are known
 Beside = Literal["saving", "evaluation", "data"]
-"""What a run spends time on besides its steps."""
+"""Time of a run outside its steps."""
 
 Moment = float | torch.cuda.Event
 """An event after the work queued on a device so far; on a CPU the clock."""
@@ -73,17 +73,17 @@ class Meter:
         say: Callable[[dict[str, Any]], None],
         skips: tuple[int, int] = (0, 0),
     ) -> None:
-        """`skips`: updates skipped before a resume, and consecutively up to it."""
+        """`skips`: updates skipped before a resume, and consecutively until then."""
         self.trainer, self.path, self.total_steps, self.say = trainer, path, total_steps, say
         self.device = trainer.world.device
         self.skipped = torch.tensor(skips[0], device=self.device)
-        self.bad: list[tuple[int, tuple[int, ...]]] = [(0, ())] * skips[1]  # in a row: step, this rank's samples
+        self.bad: list[tuple[int, tuple[int, ...]]] = [(0, ())] * skips[1]  # consecutive: step, this rank's samples
         self.watched: deque[tuple[int, tuple[int, ...], Tensor, torch.cuda.Event | None]] = deque()
         self.noted: deque[_Noted] = deque()
         self.failure: RunError | None = None
         self.evals: list[float] = []
         self.judged: Callable[[int, float], None] = lambda step, loss: None  # on every rank
-        self.explained: Callable[..., dict[str, str]] = lambda *_: {}  # what took long besides the steps, as text
+        self.explained: Callable[..., dict[str, str]] = lambda *_: {}  # text about long times outside the steps
         self.last = 0  # the last step that was counted
         self.all_tokens = 0  # up to the last line, of all ranks, padding excluded
         self.unwritten = ""
@@ -96,7 +96,7 @@ class Meter:
         self.beside: dict[str, tuple[float, int]] = dict.fromkeys(get_args(Beside), (0.0, 0))  # seconds, times
 
     def _begin(self, now: Moment) -> None:
-        self.steps, self.tokens, self.attended, self.left_out = 0, 0, 0, 0  # left_out: updates, without a target
+        self.steps, self.tokens, self.attended, self.left_out = 0, 0, 0, 0  # left_out: updates without a target
         self.wait_s, self.aside_s, self.since = 0.0, 0.0, now
 
     @contextmanager
@@ -122,8 +122,8 @@ class Meter:
         total = self.trainer.all_reduce_int
         tokens, attended = total(self.tokens), total(self.attended)
         self.all_tokens += tokens
-        own = {"tokens": sum(b.n_tokens for b in batches), "target_tokens": sum(b.n_targets for b in batches)}
-        counts: dict[str, float] = {name: total(n) for name, n in own.items()}
+        sums = {"tokens": sum(b.n_tokens for b in batches), "target_tokens": sum(b.n_targets for b in batches)}
+        counts: dict[str, float] = {name: total(n) for name, n in sums.items()}
         counts |= self.trainer.host_figures | ({"updates_left_out": self.left_out} if self.left_out else {})
         figures = self._figures(sum(b.n_terms for b in batches))
         values = torch.stack([t.double() for t in (loss, self.trainer.lr, norm, self.skipped, *figures)])
@@ -138,7 +138,7 @@ class Meter:
         self._begin(now)
 
     def _figures(self, terms: float) -> list[Tensor]:
-        """Return the means of the objective's other metrics over the terms of all ranks; `terms` of this rank.
+        """Return the means of the objective's other metrics over the terms of all ranks; `terms`: this rank's.
 
         For names that end with `_max`: the maximum over all ranks.
         """
@@ -146,17 +146,17 @@ class Meter:
             return []
         sums = self.trainer.all_reduce(torch.stack(list(self.trainer.metrics.values())))
         means = sums / (self.trainer.all_reduce_terms(terms) or 1)
-        found = dict(zip(self.trainer.metrics, means.unbind(), strict=True))
-        for name in (name for name in found if name.endswith("_max")):
-            found[name] = self.trainer.all_reduce_max(self.trainer.metrics[name].clone())
-        return list(found.values())
+        figures = dict(zip(self.trainer.metrics, means.unbind(), strict=True))
+        for name in (name for name in figures if name.endswith("_max")):
+            figures[name] = self.trainer.all_reduce_max(self.trainer.metrics[name].clone())
+        return list(figures.values())
 
     def _drain(self, *, wait: bool) -> None:
         self._read_flags(wait=wait)
         peak = self.trainer.env.device.peak_flop_s
         while self.noted and (wait or _passed(self.noted[0].end)):
             n = self.noted.popleft()
-            seconds = _between(n.begin, n.end) - n.aside_s  # may wait for the end
+            seconds = _between(n.begin, n.end) - n.aside_s  # may wait for `end`
             loss, lr, norm, skipped, *means = n.values.tolist()
             figures = dict(zip(self.trainer.metrics, map(_finite, means), strict=True))
             self.write({
@@ -179,7 +179,7 @@ class Meter:
         """Exclude evaluation or saving from the time of the steps; a save within an evaluation counts as a save."""
         cuda = self.device.type == "cuda"
         if cuda:
-            torch.cuda.synchronize()  # the steps before are theirs
+            torch.cuda.synchronize()  # finish the preceding steps first
         start, others = time.perf_counter(), self.aside_s
         yield
         if cuda:
@@ -192,7 +192,7 @@ class Meter:
         return seconds
 
     def note_beside(self, ended: bool = False) -> None:
-        """Note once each item that takes a large share of the time besides the steps."""
+        """Note once each item that takes a large share of the time outside the steps."""
         steps, seconds = self.last - self.done, time.monotonic() - self.started
         if not ended and (steps < STEADY[0] or seconds < STEADY[1]):
             return
@@ -207,7 +207,7 @@ class Meter:
         self.note_beside(ended=True)
 
     def note_times(self, begun: float) -> None:
-        """Note the seconds of start, steps and end of a run that started then, split like the plan's."""
+        """Note the seconds of start, steps and end of a run started at `begun`, split like the plan's."""
         if not self.last:  # the run was complete before
             return
         start, aside = self.started - begun, self.beside["saving"][0] + self.beside["evaluation"][0]
@@ -224,8 +224,8 @@ class Meter:
         return int(self.skipped.item()), len(self.bad)
 
     def memory(self) -> dict[str, Any]:
-        found = peak_memory(self.device)
-        return {**found, "peak_bytes": found["peak_bytes"] + self.trainer.outside_bytes}
+        peak = peak_memory(self.device)
+        return {**peak, "peak_bytes": peak["peak_bytes"] + self.trainer.outside_bytes}
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line; while the disk is full, lines are queued and training continues."""

@@ -1,8 +1,7 @@
-"""Train on the first N batches again and again, until their loss is near zero: `optrush train --overfit N`.
+"""Train repeatedly on the first N batches until their loss is near zero: `optrush train --overfit N`.
 
 A model that cannot learn one batch will not learn a data set, and here the reason is easy to find: only the weights
-change from step to step. Uses the run's callables and learning rate (constant after the
-warm-up); writes no run files.
+change between steps. Uses the run's callables and learning rate (constant after the warm-up); writes no run files.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from optrush.trainer.trainer import Trainer, set_step
 
 STEPS = 200  # at most, by default
 NEAR = 0.05  # a loss that counts as zero, in nats per target
-CLOSE = 1.01  # times the lowest possible loss counts as reaching it
+CLOSE = 1.01  # up to this multiple of the lowest possible loss counts as reached
 JUMPS = 0.3  # share of the rises in all changes of the loss
-FLAT = 0.02  # share of the whole fall: the last quarter fell by more than this, so the loss still falls
-EVERY = 10  # steps from log line to log line
+FLAT = 0.02  # of the total fall: the loss still falls if the last quarter fell by more
+EVERY = 10  # steps between log lines
 
 Windows = list[list[Batch]]  # this rank's micro-batches of each step
 
@@ -82,14 +81,14 @@ def run_overfit(resolved: Decided, count: int, most: int = STEPS) -> OverfitResu
     """Train on the run's first `count` batches for at most `most` steps; every rank calls it.
 
     Raises:
-        UserError: as for a run; or more batches than the run or the steps have.
+        UserError: see `run`; or more batches than the run or the steps have.
     """
     refuse_sampled(resolved.config, f"--overfit {count}")
     if 2 * count > most:
         do = f"use fewer batches, or --overfit-steps {10 * count}"
         raise ConfigError(f"--overfit {count}", f"{most} steps, fewer than two passes over each batch", do)
     begun, optim = time.monotonic(), resolved.config.optim
-    warmup = optim.warmup if optim.warmup < 1 else 0.03  # a whole run's warm-up would be too long here
+    warmup = optim.warmup if optim.warmup < 1 else 0.03  # a full run's warm-up would be too long here
     constant = changed(resolved.config, {"optim.schedule": "constant", "optim.warmup": warmup})
     resolved = dataclasses.replace(resolved, config=constant)
     group = join_ranks(resolved)
@@ -162,7 +161,7 @@ def _eval_loss(trainer: Trainer, windows: Windows, terms: list[float]) -> float:
 
 
 def likely_cause(trace: OverfitTrace) -> tuple[str, str, str]:
-    """Return why the loss is probably not near zero: (cause, what was found, what to do)."""
+    """Return the probable reason why the loss is not near zero: (cause, finding, remedy)."""
     losses, lr = trace.losses, trace.lr
     fall = f"{losses[0]:.4f} -> {losses[-1]:.4f}"
     if not math.isfinite(trace.before):

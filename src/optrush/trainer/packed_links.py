@@ -1,14 +1,14 @@
 """Send FSDP's gathers and reductions as int8 codes, through its hooks for collectives.
 
-FSDP concatenates the shards of a block's parameters and sends them as one tensor. Here shards of matrices
-become codes with a float32 scale per 256 values of one matrix (kernels/int8.py); others are sent unchanged: in
-one block with a norm's weights of 1 a matrix's of 0.01 would be 0. One message holds scales, codes, and the rest.
+FSDP concatenates the shards of a block's parameters and sends them as one tensor. Here shards of matrices become codes
+with one float32 scale per 256 values of a matrix (kernels/int8.py). Others are sent unchanged: in one block with a
+norm's weights of 1, a matrix's weights below 0.004 would become 0. One message holds scales, codes, and the rest.
 
-Every rank decodes every shard, its own too, so that all multiply by the same weights. The trained shards
-stay exact. Gradients go to the rank that sums them in float32, all at once: each is rounded once.
+Every rank decodes every shard, including its own, so that all multiply by the same weights. The trained shards stay
+exact. Gradients go to the rank that sums them in float32, all at once: each is rounded once.
 
 Source: Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209
-Differs from the source: no second copy of the weights within a host, and 8 bits for gradients, not 4.
+Differs from the source: no second copy of the weights within a host, and 8-bit gradients instead of 4-bit.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from optrush.kernels.int8 import block_count, dequantize_blocks, quantize_blocks
 
-ALIGNED = 16  # bytes, of a message
+ALIGNED = 16  # bytes, for a message
 gather_bytes: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's shard of one parameter, as FSDP sends it."""
+    """A rank's shard of one parameter, as sent by FSDP."""
 
     values: int  # including the last rank's padding
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class _Span:
     dtype: torch.dtype
 
     def of(self, data: Tensor) -> Tensor:
-        """Return its values in data (bytes,), a copy where they are not aligned."""
+        """Return its values in data (bytes,), as a copy if not aligned."""
         part = data[self.first : self.last]
         aligned = part.data_ptr() % self.dtype.itemsize == 0
         return (part if aligned else part.clone()).view(self.dtype)
@@ -58,10 +58,10 @@ def shards_of(block: nn.Module, matrices: set[nn.Parameter], ranks: int, *, trai
     Args:
         trained: only shards with gradients.
     """
-    found = dict.fromkeys(p for module in _inner_first(block) for p in module.parameters(recurse=False))
+    parameters = dict.fromkeys(p for module in _inner_first(block) for p in module.parameters(recurse=False))
     return [
         Shard(-(-p.shape[0] // ranks) * (p.numel() // p.shape[0]), p.dtype, p in matrices)
-        for p in found
+        for p in parameters
         if p.requires_grad or not trained
     ]
 
@@ -79,7 +79,7 @@ class Message:
         self.shards = shards
 
     def spans(self, sent: Tensor) -> list[_Span]:
-        """Return the ranges of shards in one rank's part of FSDP's message: of one dtype, or the bytes of several."""
+        """Return the ranges of shards in one rank's part of FSDP's message, of one dtype or as bytes of several."""
         spans, at = [], 0
         for shard in self.shards:
             dtype = shard.dtype if sent.dtype == torch.uint8 else sent.dtype
@@ -101,7 +101,7 @@ class Message:
         return torch.cat([*scales, *codes, *rest, data.new_zeros(-size % ALIGNED)])
 
     def unpack(self, message: Tensor, out: Tensor) -> None:
-        """Write one rank's part of what FSDP receives."""
+        """Write one rank's part of FSDP's received tensor."""
         data, spans = out.view(torch.uint8), self.spans(out)
         matrices = [span.shard.values for span in spans if span.shard.is_matrix]
         scale, code = 0, 4 * sum(block_count(n) for n in matrices)

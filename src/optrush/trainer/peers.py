@@ -1,14 +1,14 @@
 """Watch the other ranks, and end this process with a reason if one is gone or does not answer.
 
-A process that waits in a collective cannot be interrupted from Python, and a collective's error names no rank. So
-every rank writes a heartbeat to a store twice per second: a count, and the current step and operation. A second
-thread compares the beats of the others with the clock: the store's own calls block while its process is stopped.
+A process that waits in a collective cannot be interrupted from Python, and a collective's error names no rank. So every
+rank writes a heartbeat to a store twice per second: a count, and the current step and operation. A second thread
+compares the other ranks' beats with the clock: the store's calls block while its process is stopped.
 
 A rank is gone if its process on this host has ended; it does not answer if its beat, or its part of a collective,
 is missing for `train.timeout` seconds. While ranks connect, `Start` watches their processes: there are no beats yet.
-A rank that fails by itself reports that to the store, and the others end without a message. Everything
-else is a three-line error, printed by the first remaining rank, and by the first rank of each host that no
-longer reaches the store.
+A rank that fails by itself reports this to the store, and the others end without a message. Everything else is a
+three-line error, printed by the first remaining rank, and by the first rank of each host that no longer reaches the
+store.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Beat:
 
     host: str
     pid: int
-    begun: int  # the kernel's start time of the process: process ids may be reused
+    begun: int  # start time of the process by the kernel: process ids may be reused
     step: int
     operation: str
 
@@ -105,7 +105,7 @@ class Watch:
         self.answered, self.reads = now, 0  # time of the store's last answer, and number of answers
         self.hurry = threading.Event()  # read again without a pause
         self.failed_at: float | None = None  # when another rank's own failure was read
-        self.explained: tuple[BaseException, float] | None = None  # what `explain` returned, and when
+        self.explained: tuple[BaseException, float] | None = None  # the result of `explain`, and its time
         self.closing = self.broken = False
         self.ending = threading.Lock()
         self._own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -120,7 +120,7 @@ class Watch:
         """Record the starting operation. Other ranks see it with the next beat, or `at_once` for a store round trip."""
         self.under_way = (step, operation)
         if at_once:
-            with suppress(RuntimeError):  # the store's process has ended: the watch's thread notices
+            with suppress(RuntimeError):  # the store's process has ended: the watch's thread detects it
                 self._tell()
 
     # --- the store thread
@@ -136,14 +136,14 @@ class Watch:
             self.broken = True
 
     def _tell(self) -> None:
-        with self.beating:  # so that no older report replaces a newer one
+        with self.beating:  # so that an older report cannot replace a newer one
             self.count += 1
             report = [self.count, HOST, os.getpid(), self.begun, *self.under_way]
             self.store.set(f"beat/{self.rank}", json.dumps(report))
 
     def _read(self) -> None:
         heard = list(self.beats)
-        if not self.store.check([f"beat/{r}" for r in heard]):  # a rank has not started: the others count anyway
+        if not self.store.check([f"beat/{r}" for r in heard]):  # a rank has not started: read the others
             heard = [r for r in heard if self.beats[r][0] or self.store.check([f"beat/{r}"])]
         now = time.monotonic()
         for r, value in zip(heard, self.store.multi_get([f"beat/{r}" for r in heard]) if heard else [], strict=True):
@@ -165,7 +165,7 @@ class Watch:
             if missing := self._missing(self.timeout_s):
                 self._leave(missing)
             if self.explained is not None and now - self.explained[1] > LEAVING_S:
-                self._end(self.explained[0])  # a cleanup of the training thread waits for the missing rank
+                self._end(self.explained[0])  # the training thread's cleanup waits for the missing rank
             gone_since = (gone_since or now) if self._in_state("gone") or self.broken else None
             if gone_since is not None and now - gone_since > LEAVING_S:
                 self._leave(self._missing(LATE_S) or [0])
@@ -185,7 +185,7 @@ class Watch:
         sys.stderr.flush()
         os._exit(1)
 
-    # --- who is missing
+    # --- missing ranks
 
     def _beat_of(self, r: int) -> Beat | None:
         text = self.beats[r][0]
@@ -207,8 +207,8 @@ class Watch:
         """Return the exception for an error that ended this rank's training; report it to the other ranks.
 
         Returns:
-            The error itself if it is this rank's own, or was returned before; RunError that names the missing rank
-            for a collective that failed; SystemExit where another rank or the launcher prints the reason.
+            The error itself if it is this rank's own, or was returned before; RunError with the missing rank for a
+            failed collective; SystemExit if another rank or the launcher prints the reason.
         """
         if getattr(error, "everywhere", False) or isinstance(error, KeyboardInterrupt | SystemExit):
             return error
@@ -236,7 +236,7 @@ class Watch:
             return SystemExit(1)
         missing = self._missing(LATE_S)
         if self._gone(missing) and LAUNCHER in os.environ:
-            return SystemExit(1)  # the launcher prints which signal it was
+            return SystemExit(1)  # the launcher prints the signal
         if (
             not missing and not self._cut_off() and not any(word in str(error).lower() for word in LATE)
         ):  # all ranks are alive: the collective itself failed
@@ -365,7 +365,7 @@ class Start:
         if first != self.rank:
             time.sleep(1.0)
         told = first != self.rank and self.known[first].state() != "alive"
-        if not told and (stopped or LAUNCHER not in os.environ):  # else the launcher prints which signal it was
+        if not told and (stopped or LAUNCHER not in os.environ):  # else the launcher prints the signal
             what = f"did not answer for {self.timeout_s:g} s (train.timeout)" if stopped else "ended"
             found = f"{_ranks([*beats])} {what}" + "".join(beat.place(r) for r, beat in [*beats.items()][:4])
             sys.stderr.write(f"{RunError(f'the start, on {self.ranks} ranks', found, RESUME)}\n")
@@ -376,36 +376,35 @@ class Start:
 
 def _siblings(known: Container[int]) -> dict[int, Beat]:
     """Return the processes of other ranks started by this one's launcher; they may not have answered yet."""
-    found: dict[int, Beat] = {}
+    beats: dict[int, Beat] = {}
     for r, pid in sibling_ranks().items():
         if r not in known:
             with suppress(OSError):
-                found[r] = Beat(HOST, pid, process_stat(pid)[1], 0, "the start, before it met the others")
-    return found
+                beats[r] = Beat(HOST, pid, process_stat(pid)[1], 0, "the start, before it met the others")
+    return beats
 
 
 def meet(store: Store, rank: int, ranks: int, limit_s: float, known: dict[int, Beat] | None = None) -> str:
     """Return a fresh name for this start, the same on all ranks.
 
-    torchrun restarts dead ranks with the old store and its keys: without a new name a rank
-    would read the address of a dead one. Rank 0 answers the greetings it finds, and each rank waits until
-    the answer contains its own.
+    torchrun restarts dead ranks with the old store and its keys: without a new name a rank would read a dead rank's
+    address. Rank 0 answers the greetings that it reads, and each rank waits until the answer contains its own.
 
     Args:
-        known: gets the processes of the other ranks, which their greetings name.
+        known: receives the processes of the other ranks, from their greetings.
 
     Raises:
         RunError: a rank did not connect within `limit_s` seconds.
     """
     place = json.dumps([HOST, os.getpid(), process_stat(os.getpid())[1], 0, "the start, meeting the others"])
-    own, end = f"{secrets.token_hex(8)} {place}", time.monotonic() + limit_s
-    store.set(f"hello/{rank}", own)
+    greeting, end = f"{secrets.token_hex(8)} {place}", time.monotonic() + limit_s
+    store.set(f"hello/{rank}", greeting)
     others = [r for r in range(ranks) if r != rank]
     missing = others
     while time.monotonic() < end:
         start = _peek(store, "start")
         hellos = {r: _peek(store, f"hello/{r}") for r in (others if rank == 0 else [0])}
-        ours = bool(start) and json.loads(start)[rank] == own
+        ours = bool(start) and json.loads(start)[rank] == greeting
         if ours and rank:
             hellos = {r: hello for r, hello in enumerate(json.loads(start)) if r != rank}
         if known is not None:
@@ -413,10 +412,10 @@ def meet(store: Store, rank: int, ranks: int, limit_s: float, known: dict[int, B
             beats = {r: Beat(*json.loads(at)) for r, at in met.items() if at}
             known |= {r: beat for r, beat in beats.items() if beat.state() != "gone"}  # an earlier start's greeting
         if rank == 0:
-            store.set("start", json.dumps([own, *(hellos[r] for r in others)]))
-            missing = [r for r in others if _peek(store, f"met/{r}") != own]
+            store.set("start", json.dumps([greeting, *(hellos[r] for r in others)]))
+            missing = [r for r in others if _peek(store, f"met/{r}") != greeting]
             if not missing:
-                return own.partition(" ")[0]
+                return greeting.partition(" ")[0]
         elif ours:
             store.set(f"met/{rank}", hellos[0])
             return hellos[0].partition(" ")[0]

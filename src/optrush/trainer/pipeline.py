@@ -1,11 +1,11 @@
 """Run a window of micro-batches through the stages of a pipeline, by the schedules of torch.distributed.pipelining.
 
-A rank holds some blocks of the model under their own names, the first stage the embedding, the last one the norm and
-the head. Stages exchange hidden states and their gradients. Everything else of a micro-batch (positions,
-documents, labels) every rank reads itself, so torch passes each stage only the micro-batch's number.
+A rank holds some blocks of the model under their own names; the first stage also the embedding, the last the norm and
+the head. Stages exchange hidden states and their gradients. Every rank reads the rest of a micro-batch (positions,
+documents, labels) itself, so torch passes each stage only the micro-batch's number.
 
-`trainer.loss` runs once per stage and micro-batch: the model's forward pass is then the stage's, and the
-objective is applied only on the last stage. So wrappers of either, such as autocast, need no stages.
+`trainer.loss` runs once per stage and micro-batch: the model's forward pass is then the stage's, and the objective is
+applied only on the last stage. So wrappers of either, such as autocast, need not know stages.
 
 Source: the schedules are torch's (1F1B and interleaved: https://arxiv.org/abs/2104.04473; ZB-V:
 https://arxiv.org/abs/2401.10241).
@@ -45,13 +45,13 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         """Return the next stage's input (B, T, D), or the last stage's loss (1,).
 
-        x: hidden states; unused in the first stage. number (1,): of the micro-batch, on the host.
+        x: hidden states; unused in the first stage. number (1,): the micro-batch's, on the host.
         """
         return self.run(self, x, int(number))
 
 
 def split_model(model: Decoder, mine: Mapping[int, range]) -> list[Stage]:
-    """Keep this rank's stages of a decoder on the meta device, and note the other ranks' parts.
+    """Keep this rank's stages of a decoder on the meta device, and record the other ranks' linears.
 
     Args:
         mine: the blocks of each stage by its number.
@@ -78,14 +78,14 @@ class Pipeline:
     """Implements `trainer.forward_backward` and `trainer.eval_loss` of a rank."""
 
     def __init__(self, trainer: Trainer, parts: list[Stage], stages: int, schedule: str, evaluation: str) -> None:
-        """schedule, evaluation: names of torch's schedules, for training and for forward passes only."""
+        """schedule, evaluation: names of torch's schedules, for training and for forward passes."""
         assert trainer.world.mesh is not None
         self.trainer, self.parts, self.stages = trainer, parts, stages
         self.names = {True: schedule, False: evaluation}
         self.group = trainer.world.mesh.get_group("pp")
         self.made: dict[tuple[Any, ...], Any] = {}  # torch's schedules
         self.batches: list[Batch] = []  # of the window, on the device
-        self.stage, self.x = parts[0], torch.empty(0)  # those under way
+        self.stage, self.x = parts[0], torch.empty(0)  # the current ones
         self.factor: Tensor | None = None  # of a loss: scale / number of targets
         self.total = torch.empty(0)
         self.tied = ""  # the name of a parameter that the first and the last stage hold
@@ -163,9 +163,9 @@ class Pipeline:
         dist.all_reduce(self.total, group=self.group)
         return self.total
 
-    def _schedule(self, many: int, B: int, T: int, learns: bool) -> Any:
+    def _schedule(self, count: int, B: int, T: int, learns: bool) -> Any:
         """Return torch's schedule for this number and shape of micro-batches; it has the receive buffers."""
-        key = many, B, T, learns
+        key = count, B, T, learns
         if key not in self.made:
             trainer, model = self.trainer, self.trainer.model
             assert isinstance(model, Decoder)
@@ -180,9 +180,9 @@ class Pipeline:
                 for part in self.parts
             ]  # fmt: skip
             kind = schedules.get_schedule_class(self.names[learns])
-            one = len(stages) == 1
-            made: Any = kind(stages[0] if one else stages, many, loss_fn=_loss, scale_grads=False)
-            if not learns and not one:  # else an evaluation of adjacent stages requests gradients
+            single = len(stages) == 1
+            made: Any = kind(stages[0] if single else stages, count, loss_fn=_loss, scale_grads=False)
+            if not learns and not single:  # otherwise an evaluation of adjacent stages requests gradients
                 for action in ("FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "REDUCE_GRAD"):
                     made.register_custom_function(getattr(schedules, action), _nothing)
             self.made[key] = made

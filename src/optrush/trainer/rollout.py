@@ -1,12 +1,11 @@
-"""Sample, reward and pack the answers that `objective: grpo` learns from.
+"""Sample, reward and pack the answers for `objective: grpo`.
 
-A step takes prompts in the order of rows, samples a group of answers to each from the current model,
-rewards them, and gives the loop ordinary micro-batches.
-Draws follow from (seed, prompt, member, position), and a prompt's number from the step. So a resumed run
-samples the same answers as an uninterrupted one.
+A step takes prompts in row order, samples a group of answers to each from the current model, rewards them, and gives
+the loop ordinary micro-batches. Draws depend only on (seed, prompt, member, position), and a prompt's number on the
+step. So a resumed run samples the same answers as an uninterrupted one.
 
-A data row is a conversation or a text with its answer: its prompt is everything before the last answer, and that
-answer is the reference of the rewards.
+A data row is a conversation or a text with its answer: the prompt is everything before the last answer, and that answer
+is the rewards' reference.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from optrush.trainer.trainer import Storage
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
 
-ANSWERS = "answers.jsonl"  # in the run's folder: one group of each logged step
+ANSWERS = "answers.jsonl"  # in the run's folder: one group per logged step
 OTHERWISE = 0.05  # mean nats per token at which sampling and training count as two policies
 
 
@@ -75,9 +74,9 @@ class PromptStream(Stream):
     def __init__(self, source: SampleSource, layout: RowLayout, settings: Grpo, *, T: int, seed: int) -> None:
         """layout: of the sampled answers. Raises ConfigError if a prompt and its answer do not fit a row."""
         self.packed, self.settings = layout, settings
-        before = source.lengths() - source.targets()  # tokens of the prompts, and those after an answer
-        if len(none := np.flatnonzero((before < 2) | (source.targets() == 0))):
-            where = _place(source)(int(none[0]))
+        before = source.lengths() - source.targets()  # tokens of the prompts, and after an answer
+        if len(invalid := np.flatnonzero((before < 2) | (source.targets() == 0))):
+            where = _place(source)(int(invalid[0]))
             found = "a text without an answer, or an answer without a prompt"
             do = "write prompt and completion, or messages that end with the right answer"
             raise DataError(f"`objective: grpo` at {where}", found, do)
@@ -86,15 +85,15 @@ class PromptStream(Stream):
             do = f"set batch.seq: {-(-(longest + settings.max_new) // 64) * 64}, or a smaller grpo.max_new"
             raise ConfigError(f"`batch.seq: {T}`", found, do)
         super().__init__(source, Padded(), T=T, rows=settings.prompts, seed=seed, cost=plain_cost)
-        self.room = 2 if layout.one_doc else ROOM  # for documents of a row; it grows with the rows
+        self.room = 2 if layout.one_doc else ROOM  # for documents per row; it grows with the rows
         self.most_room = 2 if layout.one_doc else -(-(T // (int(before.min()) + 1) + 1) // ROOM) * ROOM
         self.one_shape = False  # every micro-batch has all rows: other shapes would recompile
 
     def plan(self, epochs: float | None = None, steps: int | None = None) -> StreamPlan:
-        """Return the length of a run; with several updates per rollout a prompt has as many steps."""
+        """Return the length of a run; with several updates per rollout, each prompt has several steps."""
         updates = self.settings.updates
-        whole = super().plan(epochs, None if steps is None else -(-steps // updates))
-        return StreamPlan(steps or whole.steps * updates, whole.rows, self.room)
+        length = super().plan(epochs, None if steps is None else -(-steps // updates))
+        return StreamPlan(steps or length.steps * updates, length.rows, self.room)
 
     def totals(self, plan: StreamPlan, micro_rows: int) -> Totals | None:
         """Return None: the length of answers is unknown."""
@@ -111,7 +110,7 @@ class PromptStream(Stream):
         self, plan: StreamPlan, done: int, *, rank: int, ranks: int, micro_rows: int, loading: Loading
     ) -> Iterator[list[Batch]]:
         """Yield the micro-batches of the steps from `done` on, sampled on demand."""
-        updates, made = self.settings.updates, list[Batch]()
+        updates, window = self.settings.updates, list[Batch]()
         self.sampler.forget_after(done)
         for k in range(done, plan.steps):
             if k % updates == 0 or k == done:
@@ -119,19 +118,19 @@ class PromptStream(Stream):
                 first = k // updates * self.rows
                 mine = [(first + r, rows[r]) for r in range(rank, self.rows, ranks)]
                 logs = any(self._logs(step, plan.steps) for step in range(k + 1, min(k + updates, plan.steps) + 1))
-                made = self.sampler.step(k + 1, mine, micro_rows, logs)
-            yield made
+                window = self.sampler.step(k + 1, mine, micro_rows, logs)
+            yield window
 
     def _logs(self, step: int, steps: int) -> bool:
         return step % self.trainer.config.train.steps_a_line(steps) == 0 or step == steps
 
     def collated(self, rows: Sequence[Row], micro_rows: int) -> Batch:
         """Collate at most `micro_rows` rows, padded to a power of two: few shapes, little padding."""
-        many = micro_rows if self.one_shape else min(micro_rows, 1 << max(0, len(rows) - 1).bit_length())
-        whole = [*rows, *([] for _ in range(many - len(rows)))]
+        count = micro_rows if self.one_shape else min(micro_rows, 1 << max(0, len(rows) - 1).bit_length())
+        padded = [*rows, *([] for _ in range(count - len(rows)))]
         longest = max([sum(len(d) for _, d in row) for row in rows], default=1)
         T = snug(longest, self.T) if self.packed.pad_to_longest else self.T
-        return collate(whole, T, single=self.packed.one_doc, most=many * self.room)
+        return collate(padded, T, single=self.packed.one_doc, most=count * self.room)
 
 
 @dataclass
@@ -179,20 +178,20 @@ class Sampler:
         draw = self.engine.sample if self.engine else partial(sample, trainer.model)  # type: ignore[arg-type]
         try:
             with trainer.whole_weights():
-                found = draw(prompts, members, drawing, precision_of(trainer))
+                answers = draw(prompts, members, drawing, precision_of(trainer))
         except (RuntimeError, MemoryError) as error:
             if not exhausted(error):
                 raise
             asked = f"`grpo.slots: {self.slots}` answers of `grpo.max_new: {s.max_new}` tokens at a time"
             do = f"set grpo.slots: {max(1, self.slots // 2)}, or a smaller grpo.max_new"
             raise RunError(asked, f"out of memory while sampling: {first_line(error)}", do) from error
-        each = [found[p * members : (p + 1) * members] for p in range(len(rows))]
+        groups = [answers[p * members : (p + 1) * members] for p in range(len(rows))]
         given = []
-        for (_, number, document), group in zip(rows, each, strict=True):
+        for (_, number, document), group in zip(rows, groups, strict=True):
             more = self.reference(number, document), self.raw(number), str(self.where(number))
             given += [(self.text(a.ids), *more) for a in group]
         values = self.judge.every(given)
-        return [self._rewarded(group, values[p * members : (p + 1) * members]) for p, group in enumerate(each)]
+        return [self._rewarded(group, values[p * members : (p + 1) * members]) for p, group in enumerate(groups)]
 
     def _rewarded(self, group: Sequence[SampledAnswer], values: Sequence[list[float] | None]) -> list[Rewarded]:
         rewards = [None if v is None else self.judge.total(v) for v in values]
@@ -206,8 +205,8 @@ class Sampler:
 
     def reference(self, number: int, document: Document) -> str:
         """Return a sample's own answer; "" if its row is only a prompt."""
-        own = has_answer(dict(self.raw(number)), row_rules(self.trainer.config))
-        return self.text(document.ids[document.targets]) if own else ""
+        answered = has_answer(dict(self.raw(number)), row_rules(self.trainer.config))
+        return self.text(document.ids[document.targets]) if answered else ""
 
     def forget_after(self, step: int) -> None:
         """Truncate `answers.jsonl` to the step of a resume."""
@@ -221,7 +220,7 @@ class Sampler:
         """Return this rank's micro-batches of a step; every rank calls it and gets the same number.
 
         Args:
-            rows: the number of each prompt in the run, and its row of one sample; none at the end of the data.
+            rows: the number of each prompt in the run, and its row with one sample; no rows at the end of the data.
             logs: a step that learns from these answers is logged.
         """
         self._compare_last()
@@ -236,7 +235,7 @@ class Sampler:
             if self.learns(r)
         ]
         tokens, answers = sum(len(r.answer.ids) for _, _, r in learnt), len(learnt)
-        moving = [one for one in learnt if self.moves(one[2])]
+        moving = [item for item in learnt if self.moves(item[2])]
         packed, terms = self._rows(moving), sum(len(r.answer.ids) for _, _, r in moving)
         *sizes, micros = self._agreed(groups, (terms, tokens, answers), -(-len(packed) // micro_rows), sampled_s)
         batches = [self._batch(packed[i * micro_rows : (i + 1) * micro_rows], micro_rows, sizes) for i in range(micros)]
@@ -251,27 +250,27 @@ class Sampler:
         return batches
 
     def learns(self, r: Rewarded) -> bool:
-        """Return whether an answer is learnt: it has a reward, and ended or is kept anyway."""
+        """Return whether an answer is used: it has a reward, and ended or is kept anyway."""
         return r.reward is not None and (r.answer.ended or self.settings.truncated == "keep")
 
     def moves(self, r: Rewarded) -> bool:
-        """Return whether an answer has a gradient: with advantage 0 it has none, unless beta is set."""
+        """Return whether an answer has a gradient: not with advantage 0, unless beta is set."""
         return r.advantage != 0 or self.settings.beta > 0
 
     def _rows(self, learnt: Sequence[tuple[int, Document, Rewarded]]) -> list[list[tuple[int, Document, Rewarded]]]:
         """Pack prompts with their answers in rows of at most T tokens."""
         if not learnt:
             return []
-        whole = []
+        documents = []
         for number, document, r in learnt:
             n = begin_of_answer(document)
             ids = np.concatenate([document.ids[:n], np.asarray(r.answer.ids, document.ids.dtype)])
-            whole.append((number, Document(ids, np.arange(len(ids)) >= n), r))
-        lengths = np.array([len(d) for _, d, _ in whole], np.int64)
+            documents.append((number, Document(ids, np.arange(len(ids)) >= n), r))
+        lengths = np.array([len(d) for _, d, _ in documents], np.int64)
         laid = self.stream.packed.place(lengths, self.stream.T, 1, 0, np.random.PCG64(0))
         most = int((laid.starts[1:] - laid.starts[:-1]).max()) + 1
         self.stream.room = max(self.stream.room, most if self.stream.packed.one_doc else -(-most // ROOM) * ROOM)
-        return [[whole[i] for i in laid.samples[a:b]] for a, b in zip(laid.starts, laid.starts[1:])]
+        return [[documents[i] for i in laid.samples[a:b]] for a, b in zip(laid.starts, laid.starts[1:])]
 
     def _batch(
         self, rows: Sequence[Sequence[tuple[int, Document, Rewarded]]], micro_rows: int, sizes: Sequence[int]
@@ -288,20 +287,20 @@ class Sampler:
             at = 0
             for i, (_, document, r) in enumerate(row):
                 n = len(r.answer.ids)
-                here = slice(at + len(document) - n - 1, at + len(document) - 1)  # a label belongs to the token before
-                advantages[b, here], counted[b, here], sampled[b, here] = r.advantage, i + 1, r.answer.log_p
-                weights[b, here] = grpo.token_weight(self.settings, n, *sizes)
+                labels = slice(at + len(document) - n - 1, at + len(document) - 1)  # labels are one token earlier
+                advantages[b, labels], counted[b, labels], sampled[b, labels] = r.advantage, i + 1, r.answer.log_p
+                weights[b, labels] = grpo.token_weight(self.settings, n, *sizes)
                 at += len(document)
         arrays = {"advantages": advantages, "weights": weights, "sampled": sampled, "answers": counted}
         return replace(batch, extra={name: torch.from_numpy(a) for name, a in arrays.items()})
 
     @torch.no_grad()
     def _old(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Return log-probabilities of the answers' tokens by the current model, (B, T) per batch, on the host."""
-        trainer, found, score = self.trainer, list[Tensor](), self.trainer.loss_from_hidden
+        """Return the current model's log-probabilities of the answers' tokens, (B, T) per batch, on the host."""
+        trainer, outputs, score = self.trainer, list[Tensor](), self.trainer.loss_from_hidden
 
         def noted(hidden: Tensor, batch: Batch) -> Tensor:
-            found.append(grpo.token_log_probabilities(trainer.model.head, self.settings, hidden, batch).float().cpu())
+            outputs.append(grpo.token_log_probabilities(trainer.model.head, self.settings, hidden, batch).float().cpu())
             return hidden.new_zeros(())
 
         trainer.loss_from_hidden = noted
@@ -310,7 +309,7 @@ class Sampler:
                 trainer.eval_loss([replace(batch, extra={})])
         finally:
             trainer.loss_from_hidden = score
-        return found
+        return outputs
 
     def _weighed(self, batches: Sequence[Batch], old: Sequence[Tensor], weigh: Weigh) -> list[Batch]:
         """Return the batches with importance weights for tokens sampled by another program."""
@@ -324,8 +323,8 @@ class Sampler:
                 return chosen(self._old(batches))
 
         sampled = chosen([b.extra["sampled"] for b in batches])
-        found = weigh(sampled, chosen(old), untrained if disabled else None)
-        parts = torch.split(found, [int(mask.sum()) for mask in learnt])
+        factors = weigh(sampled, chosen(old), untrained if disabled else None)
+        parts = torch.split(factors, [int(mask.sum()) for mask in learnt])
         weights = [
             b.extra["weights"].masked_scatter(mask, b.extra["weights"][mask] * part)
             for b, mask, part in zip(batches, learnt, parts, strict=True)
@@ -349,21 +348,21 @@ class Sampler:
             **{f"reward_{name}": sum(r.values[i] for r in known) for i, name in enumerate(self.judge.names)},
         }  # fmt: skip
         mine = {"sizes": sizes, "micros": micros, "sums": sums, "s": seconds, "failure": self.judge.first_failure}
-        told = [json.loads(text) for text in distributed.gather(json.dumps(mine))]
-        all_ = {name: sum(one["sums"][name] for one in told) for name in sums}
-        many, slowest = max(1, all_["answers"]), max(one["s"] for one in told)
-        figures = {name: all_[name] / max(1, all_["known"]) for name in sums if name.startswith("reward")}
-        groups_of_all = max(1, all_["groups"])
+        reports = [json.loads(text) for text in distributed.gather(json.dumps(mine))]
+        totals = {name: sum(report["sums"][name] for report in reports) for name in sums}
+        count, slowest = max(1, totals["answers"]), max(report["s"] for report in reports)
+        figures = {name: totals[name] / max(1, totals["known"]) for name in sums if name.startswith("reward")}
+        groups_of_all = max(1, totals["groups"])
         figures |= {
-            "group_spread": all_["spread"] / groups_of_all, "groups_flat": all_["flat"] / groups_of_all,
-            "truncated": all_["truncated"] / many, "rewards_failed": 1 - all_["known"] / many,
-            "answer_tokens": all_["length"] / many, "entropy": all_["entropy"] / many,
-            "rollout_s": slowest, "rollout_tokens_per_s": all_["length"] / slowest,
+            "group_spread": totals["spread"] / groups_of_all, "groups_flat": totals["flat"] / groups_of_all,
+            "truncated": totals["truncated"] / count, "rewards_failed": 1 - totals["known"] / count,
+            "answer_tokens": totals["length"] / count, "entropy": totals["entropy"] / count,
+            "rollout_s": slowest, "rollout_tokens_per_s": totals["length"] / slowest,
         }  # fmt: skip
         self.trainer.host_figures = figures
-        self._report(all_, figures, next(filter(None, (one["failure"] for one in told)), ""))
-        summed = [max(1, sum(one["sizes"][i] for one in told)) for i in range(len(sizes))]
-        return [*summed, max(1, *(one["micros"] for one in told))]
+        self._report(totals, figures, next(filter(None, (report["failure"] for report in reports)), ""))
+        summed = [max(1, sum(report["sizes"][i] for report in reports)) for i in range(len(sizes))]
+        return [*summed, max(1, *(report["micros"] for report in reports))]
 
     def _report(self, sums: Mapping[str, float], figures: Mapping[str, float], failure: str) -> None:
         """Log, once each, conditions that keep a run from learning; every rank calls it with the same values.
@@ -386,11 +385,11 @@ class Sampler:
     def _compare_last(self) -> None:
         """Log once if the sampler's and training's log-probabilities of the last step differ too much."""
         figures, name = self.trainer.metrics, "sampled_otherwise"
-        seen = figures["ratio"].item()  # the sum of ratios near 1: the tokens of this rank's last window
-        apart = figures["logp_difference_mean"].item() / max(seen, 1.0)
-        if apart > OTHERWISE and name not in self.said:
+        seen = figures["ratio"].item()  # a sum of ratios near 1: about the tokens of this rank's last window
+        gap = figures["logp_difference_mean"].item() / max(seen, 1.0)
+        if gap > OTHERWISE and name not in self.said:
             self.said.add(name)
-            found = f"log-probabilities differ by {apart:.2g} per token between sampling and training"
+            found = f"log-probabilities differ by {gap:.2g} per token between sampling and training"
             do = "turn off whatever only training uses (dropout, another attention)"
             self.trainer.log_event({name: f"{found}; {do}"})
 
@@ -446,16 +445,16 @@ class SampledEvaluation:
         known = [r.reward for r in rewarded if r.reward is not None]
         tokens, cut = sum(len(r.answer.ids) for r in rewarded), sum(not r.answer.ended for r in rewarded)
         mine = [[len(rewarded), tokens, len(known), cut], s.judge.first_failure]
-        told = [json.loads(text) for text in distributed.gather(json.dumps(mine))]
-        many, every, rated, cut = (sum(column) for column in zip(*(sizes for sizes, _ in told), strict=True))
-        refuse_failed(rated, many, next(filter(None, (failure for _, failure in told)), ""))
-        self.figures.update(answer_tokens=every / many, rewards_failed=1 - rated / many, truncated=cut / many)
+        reports = [json.loads(text) for text in distributed.gather(json.dumps(mine))]
+        count, every, rated, cut = (sum(column) for column in zip(*(sizes for sizes, _ in reports), strict=True))
+        refuse_failed(rated, count, next(filter(None, (failure for _, failure in reports)), ""))
+        self.figures.update(answer_tokens=every / count, rewards_failed=1 - rated / count, truncated=cut / count)
         batch = s.stream.collated([], self.micro_rows)
         yield replace(batch, n_terms=len(known), n_targets=tokens, extra={"rewards": torch.tensor([known])})
 
 
 def refuse_failed(known: int, answers: int, failure: str) -> None:
-    """Raise DataError if none of the answers has a reward."""
+    """Raise DataError if no answer has a reward."""
     if answers and not known:
         do = "fix the function, or raise grpo.reward_timeout"
         raise DataError("rewards of sampled answers", f"all {answers} failed; the first: {failure}", do)
@@ -465,24 +464,24 @@ def try_rewards(config: Config, source: SampleSource, tokenizer: Any) -> None:
     """Reward the first row's own answer like a sampled one.
 
     Raises:
-        ConfigError, DataError: a rule is wrong or fails.
+        ConfigError, DataError: a rule is invalid or fails.
     """
     assert config.grpo is not None
     judge, (document,) = judge_of(config.grpo), source.documents(0)
     text = str(tokenizer.decode(document.ids[document.targets].tolist(), skip_special_tokens=True))
     row = _raw_rows(source, config)(0)
     reference = text if has_answer(dict(row), row_rules(config)) else ""
-    (found,) = judge.every([(text, reference, row, str(_place(source)(0)))])
-    refuse_failed(0 if found is None else 1, 1, judge.first_failure)
+    (result,) = judge.every([(text, reference, row, str(_place(source)(0)))])
+    refuse_failed(0 if result is None else 1, 1, judge.first_failure)
 
 
 def begin_of_answer(document: Document) -> int:
-    """Return where a document's answer begins: its first learnt token."""
+    """Return where a document's answer begins: its first target token."""
     return int(np.argmax(document.targets))
 
 
 def precision_of(trainer: Trainer) -> AbstractContextManager[object]:
-    """Return the context in which the trainer's forward passes run."""
+    """Return the context for the trainer's forward passes."""
     if not trainer.autocast:
         return nullcontext()
     # No cache of cast weights: a recorded step would read stale ones after an update.
@@ -506,17 +505,17 @@ def prompt_stream(config: Config, source: SampleSource, layout: RowLayout, T: in
 
 
 def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
-    """Let a built trainer sample: its stream's steps, and its evaluation.
+    """Let a built trainer sample: in its stream's steps, and in its evaluation.
 
     Raises:
         NeedsError: the model, or its sharding, cannot sample here.
     """
     settings, world = trainer.config.grpo, trainer.world
     assert settings is not None and isinstance(trainer.stream, PromptStream)
-    gathers = trainer.whole_weights is not nullcontext  # whole during sampling
+    gathers = trainer.whole_weights is not nullcontext  # gathered during sampling
     cut = [*sorted(trainer.env.sharded - ({"dp"} if gathers else set()))]
     cut += [axis for axis in ("tp", "cp", "pp") if world.along(axis) > 1]
-    if world.ranks > 1 and type(trainer.storage) is not Storage:  # an engine's own weights
+    if world.ranks > 1 and type(trainer.storage) is not Storage:  # weights held by another engine
         cut.append(type(trainer.storage).__name__)
     if cut:
         raise NeedsError("`objective: grpo`", f"sharded weights or rows ({cut[0]})", "use --with ddp or fsdp")
@@ -539,14 +538,14 @@ def attach(trainer: Trainer, held_out: SampleSource | None) -> None:
     if Part.COMPILED in trainer.env.claimed:
         stream.one_shape, stream.room = True, stream.most_room
     if held_out is not None:
-        own = replace(sampler, raw=_raw_rows(held_out, trainer.config), where=_place(held_out))
+        held_sampler = replace(sampler, raw=_raw_rows(held_out, trainer.config), where=_place(held_out))
         trainer.evaluation = SampledEvaluation(  # type: ignore[assignment]
-            own, held_out, world.data_rank, world.data_ranks, trainer.env.micro_rows
+            held_sampler, held_out, world.data_rank, world.data_ranks, trainer.env.micro_rows
         )
 
 
 def _engine(trainer: Trainer, sources: Sequence[SampleSource]) -> AnswerEngine | None:
-    """Return the sampler of a run; on CUDA with one size for every step, recorded and compiled once."""
+    """Return the sampler of a run; on CUDA one of a fixed size for all steps, recorded and compiled once."""
     settings, world = trainer.config.grpo, trainer.world
     if (served := trainer.config.rollout) is not None and trainer.optimizer is not None:  # evaluations sample here
         return ServerEngine(served, trainer)
@@ -568,7 +567,7 @@ def stay_near_base(trainer: Trainer) -> None:
     """Give the loss the initial model if `grpo.beta` is set; before other stages wrap the loss.
 
     Raises:
-        NeedsError: the weights before training are gone.
+        NeedsError: the weights before training are not kept.
     """
     settings = trainer.config.grpo
     if settings is None or not settings.beta:
@@ -580,7 +579,7 @@ def stay_near_base(trainer: Trainer) -> None:
 
 
 def _place(source: SampleSource) -> Callable[[int], object]:
-    """Return the function from a sample's number to its row's place."""
+    """Return the function from a sample's number to its row's location."""
     return getattr(source, "where", None) or (lambda number: f"row {number}")
 
 
@@ -598,8 +597,8 @@ def _raw_rows(source: SampleSource, config: Config) -> Callable[[int], Mapping[s
     def rows(file: Path) -> dict[RowLocation, dict[str, Any]]:
         if data.sample is None or file.exists():
             return dict(read_rows(file, data.reading))
-        made = conversations(data.max_samples or SAMPLE_ROWS, config.seed)  # their file was a temporary one
-        return {RowLocation(file, n): {"messages": turns} for n, turns in enumerate(made, 1)}
+        turns_of = conversations(data.max_samples or SAMPLE_ROWS, config.seed)  # their file was temporary
+        return {RowLocation(file, n): {"messages": turns} for n, turns in enumerate(turns_of, 1)}
 
     def row(number: int) -> Mapping[str, Any]:
         place = where(number)

@@ -1,14 +1,13 @@
-"""Sample answers from the trained weights by a running vLLM or SGLang server over HTTP.
+"""Sample answers from the trained weights with a running vLLM or SGLang server over HTTP.
 
-Before each rollout the trained adapters, or the whole model if a server cannot load adapters, are written to a folder
-that both programs read, and the server loads them. Adapters get a new name each time, so that no old cache
-is used; old ones are unloaded. Each answer is one request, with a seed from (seed, prompt,
-member).
+Before each rollout the trained adapters, or the full model if a server cannot load adapters, are written to a folder
+that both programs read, and the server loads them. Adapters get a new name each time, to avoid old caches; old adapters
+are unloaded. Each answer is one request, with a seed from (seed, prompt, member).
 
-The server rounds differently from training. `weigh` compares the log-probabilities of both, ends a run that is
-sampled from another model, and returns importance weights: min(cap, p trained / p sampled) of each token.
-Sources: Ionides, https://doi.org/10.1198/106186008X320456 (truncated importance weights); Yao et al.,
-https://fengyao.notion.site/off-policy-rl (of tokens that another engine sampled).
+The server rounds differently from training. `weigh` compares the log-probabilities of both, stops a run that samples
+from another model, and returns importance weights: min(cap, p trained / p sampled) per token. Sources: Ionides,
+https://doi.org/10.1198/106186008X320456 (truncated importance weights); Yao et al.,
+https://fengyao.notion.site/off-policy-rl (for tokens sampled by another engine).
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ from optrush.trainer import distributed
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
 
-FOREIGN = 0.1  # mean nats per token of another model; engines differ by about 0.01
+FOREIGN = 0.1  # mean nats per token that indicate another model; engines differ by about 0.01
 APART = 2.0  # base and adapter must differ by this many times the server's distance from either
 TRIES, WAIT_s = 3, 1.0  # for a refused or broken connection
-MOST_bytes, MOST_REQUESTS = 1 << 28, 256  # maximum of an answer; at a time
+MOST_bytes, MOST_REQUESTS = 1 << 28, 256  # maximum size of an answer; maximum requests at a time
 LOADED = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank RANK"
 RELOADED = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
 
 
 @dataclass(frozen=True)
 class Client:
-    """A server's HTTP client. It follows no redirect and no proxy."""
+    """A server's HTTP client, without redirects and proxies."""
 
     url: str
     timeout: float  # seconds per request
@@ -59,7 +58,7 @@ class Client:
         """Return the status and value of a response, its text if it is not JSON; GET without a body.
 
         Raises:
-            NeedsError: no server, no answer in time, a redirect, or an error of the server.
+            NeedsError: no server, no answer in time, a redirect, or a server error.
         """
         for n in range(TRIES):
             try:
@@ -82,12 +81,12 @@ class Client:
                 path, f"a redirect to {one_line(place)}", "set rollout.server: to the server's own address"
             )
         try:
-            found: Any = json.loads(raw)
+            values: Any = json.loads(raw)
         except (ValueError, RecursionError):
-            found = raw.decode(errors="replace")
+            values = raw.decode(errors="replace")
         if status in (401, 403) or status >= 500:
-            raise self.error(path, f"HTTP {status}: {error_text(found)}", "read the server's log")
-        return status, found
+            raise self.error(path, f"HTTP {status}: {error_text(values)}", "read the server's log")
+        return status, values
 
     def _sent(self, path: str, body: Mapping[str, Any] | None) -> tuple[int, Any, bytes]:
         parts = urlsplit(self.url)
@@ -144,7 +143,7 @@ def error_text(found: Any) -> str:
 
 
 class Dialect(Protocol):
-    """The interface of a kind of server."""
+    """The interface to one kind of server."""
 
     def answer(self, prompt: Sequence[int], drawing: Drawing, seed: int, adapter: str | None) -> Reply: ...
     def load(self, name: str, folder: Path) -> None: ...
@@ -182,12 +181,12 @@ class Vllm:
             "stop_token_ids": list(drawing.ends), "logprobs": 0, "return_token_ids": True,
             "skip_special_tokens": False, "add_special_tokens": False,
         }  # fmt: skip
-        found = checked_call(self.client, path, body)
-        choice = found["choices"][0]
+        reply = checked_call(self.client, path, body)
+        choice = reply["choices"][0]
         if choice.get("token_ids") is None:
             raise self.client.error(path, "an answer without `token_ids`", "update vLLM: it has `return_token_ids`")
         log_p = (choice.get("logprobs") or {}).get("token_logprobs")
-        used = found["usage"]["prompt_tokens"]
+        used = reply["usage"]["prompt_tokens"]
         return Reply(choice["token_ids"], log_p, choice["finish_reason"], used, choice.get("prompt_token_ids"))
 
     def load(self, name: str, folder: Path) -> None:
@@ -208,7 +207,7 @@ class Vllm:
 
 @dataclass(frozen=True)
 class Sglang:
-    """SGLang's own interface. Draws follow from the seed if it runs with --enable-deterministic-inference."""
+    """SGLang's own interface. Draws depend only on the seed if it runs with --enable-deterministic-inference."""
 
     client: Client
 
@@ -221,11 +220,11 @@ class Sglang:
             "skip_special_tokens": False, "no_stop_trim": True,
         }  # fmt: skip
         body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
-        found = checked_call(self.client, "/generate", {**body, "lora_path": adapter} if adapter else body)
-        found = found[0] if isinstance(found, list) else found
-        meta = found["meta_info"]
+        reply = checked_call(self.client, "/generate", {**body, "lora_path": adapter} if adapter else body)
+        reply = reply[0] if isinstance(reply, list) else reply
+        meta = reply["meta_info"]
         pairs = meta.get("output_token_logprobs")
-        ids = found["output_ids"] if "output_ids" in found or not pairs else [pair[1] for pair in pairs]
+        ids = reply["output_ids"] if "output_ids" in reply or not pairs else [pair[1] for pair in pairs]
         log_p = None if pairs is None else [pair[0] for pair in pairs]
         return Reply(ids, log_p, meta["finish_reason"]["type"], meta["prompt_tokens"])
 
@@ -277,8 +276,8 @@ class ServerEngine:
     settings: RolloutServer
     trainer: Trainer
     note: str | None = None
-    loaded: str | None = None  # the adapter that the server has
-    told_apart: bool = False  # the adapter was seen in the server's answers
+    loaded: str | None = None  # the adapter loaded in the server
+    told_apart: bool = False  # the adapter's effect was seen in the server's answers
     count: int = 0
     dialect: Dialect = field(init=False)
 
@@ -291,8 +290,8 @@ class ServerEngine:
     @property
     def folder(self) -> Path:
         """Return the folder for the trained weights."""
-        own = Path(self.trainer.config.output) / "rollout"
-        return (Path(self.settings.folder) if self.settings.folder else own).resolve()
+        default = Path(self.trainer.config.output) / "rollout"
+        return (Path(self.settings.folder) if self.settings.folder else default).resolve()
 
     def sample(
         self, prompts: Sequence[PromptIds], members: int, drawing: Drawing,
@@ -301,11 +300,11 @@ class ServerEngine:
         """Return `members` answers to each prompt, prompt by prompt, from the current weights; every rank calls it.
 
         Raises:
-            NeedsError: as for `Client.call`, or an unusable answer.
+            NeedsError: see `Client.call`, or an unusable answer.
         """
         self.hand_over()
-        asked = [(p, m) for p in range(len(prompts)) for m in range(members)]
-        return distributed.agreed(lambda: self._answered(prompts, asked, drawing))
+        requests = [(p, m) for p in range(len(prompts)) for m in range(members)]
+        return distributed.agreed(lambda: self._answered(prompts, requests, drawing))
 
     def hand_over(self) -> None:
         """Send the trained weights to the server; every rank calls it."""
@@ -313,7 +312,7 @@ class ServerEngine:
         name, old = f"{self.name}-{self.count}", self.loaded
         first = self.trainer.world.rank == 0
         if first and self.count == 1 and self.settings.folder is None:
-            for left in self.folder.glob("optrush-*"):  # by a run that was killed
+            for left in self.folder.glob("optrush-*"):  # left by a killed run
                 shutil.rmtree(left, ignore_errors=True)
         assert self.trainer.publish is not None
         adapters = self.trainer.publish(self.folder / name)
@@ -330,11 +329,11 @@ class ServerEngine:
         shutil.rmtree(self.folder / f"{self.name}-{self.count - 1}", ignore_errors=True)
 
     def _answered(
-        self, prompts: Sequence[PromptIds], asked: Sequence[tuple[int, int]], drawing: Drawing
+        self, prompts: Sequence[PromptIds], requests: Sequence[tuple[int, int]], drawing: Drawing
     ) -> list[SampledAnswer]:
         pool = ThreadPoolExecutor(min(drawing.slots, MOST_REQUESTS))
         try:
-            return list(pool.map(lambda one: self._answer(prompts[one[0]], one, drawing), asked))
+            return list(pool.map(lambda request: self._answer(prompts[request[0]], request, drawing), requests))
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -380,16 +379,16 @@ class ServerEngine:
         others = trained if untrained is None or self.told_apart else untrained()
         pairs = (sampled, trained), (sampled, others), (trained, others)
         mine = [len(sampled), *((a - b).abs().sum().item() for a, b in pairs)]
-        n, own, base, moved = (sum(x) for x in zip(*map(json.loads, distributed.gather(json.dumps(mine))), strict=True))
+        n, gap, base, moved = (sum(x) for x in zip(*map(json.loads, distributed.gather(json.dumps(mine))), strict=True))
         asked = f"answers sampled by `rollout.server: {self.settings.server}`"
-        found = f"log-probabilities differ from training's by {own / max(n, 1):.3g} per token on average"
+        found = f"log-probabilities differ from training's by {gap / max(n, 1):.3g} per token on average"
         error: UserError | None = None
-        if moved > APART * min(own, base):
-            if base < own:
+        if moved > APART * min(gap, base):
+            if base < gap:
                 do = "enable LoRA in the server for every trained module, or set lora.targets to its modules"
                 error = NeedsError(asked, f"the server samples the base model without the adapter: {found}", do)
             self.told_apart = True
-        if error is None and own > FOREIGN * n:
+        if error is None and gap > FOREIGN * n:
             do = "serve the trained model; with grpo.temperature vLLM needs --logprobs-mode processed_logprobs"
             error = NeedsError(asked, found, do)
         if error is not None:

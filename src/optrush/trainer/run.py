@@ -1,7 +1,7 @@
 """Run one training: resolved configuration -> build -> resume -> preflight -> loop -> save -> export.
 
-Nothing is written before all checks have passed: the output folder is claimed after the preflight.
-Read `run` first; the functions it calls follow in the order of their calls.
+Nothing is written before all checks have passed: the output folder is claimed after the preflight. Read `run` first;
+the functions that it calls follow in the order of their calls.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What to train and how to start.
+    """The training to run, and how to start.
 
-    resume: "auto" continues from the newest intact checkpoint, a folder from that one, None starts over.
+    resume: "auto" continues from the newest intact checkpoint, a folder from that checkpoint, None starts over.
     allow_change: fields whose fingerprint may have changed since the checkpoint.
     callbacks: called on rank 0. begun: start time of the command or the call.
     """
@@ -98,16 +98,16 @@ class Outcome:
 
     code: int
     output: Path
-    evals: tuple[float, ...] = ()  # held-out losses of the whole run, in order
-    seconds: float = 0.0  # since the start of the run, loading included
-    tokens: int = 0  # trained on by all ranks of this process' run, padding excluded
+    evals: tuple[float, ...] = ()  # held-out losses of the full run, in order
+    seconds: float = 0.0  # since the start of the run, including loading
+    tokens: int = 0  # trained on by all ranks in this process' run, without padding
 
     def closing_lines(self, pairs: bool, scores: bool = False) -> list[str]:
         """Return the text of a finished run: duration, tokens, held-out loss, paths, next command.
 
         Args:
-            pairs: the loss is not a likelihood and has no perplexity.
-            scores: the model scores texts and generates none.
+            pairs: the loss is not a likelihood, so there is no perplexity.
+            scores: the model scores texts and does not generate.
         """
         lines = [f"done in {console.duration(self.seconds)}, {console.count(self.tokens)} tokens"]
         if self.evals:
@@ -134,7 +134,7 @@ def run(request: RunRequest) -> Outcome:
     """
     config, output = request.resolved.config, Path(request.resolved.config.output)
     check_run_output(request.resolved, request.resume)
-    group = join_ranks(request.resolved)  # the ranks agree on a checkpoint
+    group = join_ranks(request.resolved)  # needed to agree on a checkpoint
     distributed.resume_with(partial(run_dir.resume_line, output))
     with ExitStack() as stack:
         reporter = stack.enter_context(open_reporter(absolute(config)))
@@ -198,7 +198,7 @@ def check_run_output(resolved: Decided, resume: Literal["auto"] | Path | None) -
 
 
 def _inputs(config: Config) -> Iterator[str | None]:
-    """Yield the paths of the configuration that a run reads from."""
+    """Yield the paths that a run of the configuration reads."""
     d, m = config.data, config.model
     yield from (origin.path for origin in d.origins)
     yield from (m.path, m.tokenizer, m.chat_template, d.eval if isinstance(d.eval, str) else None)
@@ -213,7 +213,7 @@ def _contains(path: str, output: str) -> bool:
 
 
 def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
-    """Do rank 0's work on the folder; its errors are raised on every rank."""
+    """Do rank 0's work on the folder; raise its errors on every rank."""
     error: UserError | None = None
     if main:
         try:
@@ -221,8 +221,8 @@ def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
         except UserError as e:
             error = e
         except OSError as e:
-            there, free = run_dir.free_space(output)
-            found = f"{e.strerror}: {e.filename or output} ({free:,} bytes free in {there})"
+            folder, free = run_dir.free_space(output)
+            found = f"{e.strerror}: {e.filename or output} ({free:,} bytes free in {folder})"
             error = ConfigError(f"`output: {output}`", found, "fix this, or use another `output`")
     distributed.agree(error)
 
@@ -246,7 +246,7 @@ def check_disk(request: RunRequest, trainer: Trainer, plan: RunPlan, saved: int)
     """Check that the disk has room for the run's files, by their known sizes.
 
     Args:
-        saved: bytes of a checkpoint, of all ranks.
+        saved: bytes of a checkpoint, over all ranks.
     """
     config = trainer.config
     weight = trainer.model.embedding.weight
@@ -257,11 +257,11 @@ def check_disk(request: RunRequest, trainer: Trainer, plan: RunPlan, saved: int)
 
 
 def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None) -> None:
-    """Claim the folder for this run: empty it if `train.overwrite` is set, cut metrics.jsonl back, write run.yaml."""
+    """Claim the folder for this run: empty it if `train.overwrite` is set, truncate metrics.jsonl, write run.yaml."""
     # The preflight may have halved the micro-batch.
     trainer.config = changed(trainer.config, {"batch.micro_tokens": trainer.env.micro_rows * trainer.env.seq})
     config, output = trainer.config, Path(trainer.config.output)
-    check_run_output(request.resolved, request.resume)  # again: another run may have finished here since
+    check_run_output(request.resolved, request.resume)  # again: another run may have finished here meanwhile
     run_dir.claim(output, config.train.overwrite and request.resume is None)
     run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
     files.open_to_append(output / "metrics.jsonl").close()
@@ -326,7 +326,7 @@ def build_to_fit(
     """Build the trainer, restore the checkpoint, run the preflight; retry with smaller micro-batches if needed.
 
     Args:
-        first_steps: as for `build`.
+        first_steps: see `build`.
 
     Raises:
         UserError: it does not fit, or building or restoring failed.
@@ -367,13 +367,13 @@ def build_to_fit(
 
 
 # Preflight: the largest step, one evaluation and a save's copies, once before step 0, so that nothing runs out of
-# memory late, and compilation and capture come before the first timed step. The run is unchanged: the loss
-# scale is infinite, so every update is skipped; loss scale, random state, buffers and the state of
-# techniques are restored, and the data is read outside its stream. Not covered: temporaries of an update whose
-# optimizer decides on the host whether to step.
+# memory late, and compilation and capture come before the first timed step. The run is unchanged: the loss scale is
+# infinite, so every update is skipped; loss scale, random state, buffers and the state of techniques are restored, and
+# the data is read outside its stream. Not covered: temporaries of an update whose optimizer decides on the host whether
+# to step.
 #
-# Largest: a full micro-batch of rows with one document of T tokens (of pairs, two of T / 2), all targets (if
-# the width follows the rows: as long as the longest), twice with gradient accumulation; then the real first step.
+# Largest: a full micro-batch of rows with one document of T tokens (for pairs, two of T / 2), all targets (if the width
+# follows the rows: the longest), twice with gradient accumulation; then the real first step.
 
 PREFLIGHT_S = 120.0  # for a rank that has not reported its result
 
@@ -403,7 +403,7 @@ def preflight(trainer: Trainer, plan: RunPlan) -> UserError | None:
 
 
 def run_guarded(trainer: Trainer, work: Callable[[], None]) -> UserError | None:
-    """Run work of all ranks before step 0; returns and raises like `preflight`."""
+    """Run the work of all ranks before step 0; return and raise like `preflight`."""
     failure = ""
     try:
         work()
@@ -426,7 +426,7 @@ def _largest_step(trainer: Trainer, plan: RunPlan) -> None:
         terms = sum(b.n_terms for b in window) * trainer.world.data_ranks
         trainer.forward_backward(window, max(1, terms))
         trainer.optimizer_step()
-    if trainer.evaluation is not None and trainer.evaluation.figures is None:  # else it would sample all answers
+    if trainer.evaluation is not None and trainer.evaluation.figures is None:  # otherwise it would sample all answers
         trainer.eval_loss([next(iter(trainer.evaluation))])
     if largest := max(checkpoint.slices(trainer), key=lambda s: math.prod(s.whole), default=None):
         trainer.storage.read([largest])[0].local.detach().cpu()  # a save copies one tensor to the host at a time
@@ -440,8 +440,8 @@ def _preflight_windows(trainer: Trainer, plan: RunPlan) -> Iterator[list[Batch]]
         # The documents per row are unknown until rows are read: this capture would never be replayed.
         trainer.notes.append("memory is not checked before step 1: data.stream has not read the rows to record")
         return
-    many = env.accumulation if "pp" in env.axes else min(2, env.accumulation)  # a pipeline has several in flight
-    yield [largest_batch(trainer, plan)] * many
+    count = env.accumulation if "pp" in env.axes else min(2, env.accumulation)  # a pipeline has several in flight
+    yield [largest_batch(trainer, plan)] * count
     if rows.tokenized:  # a stream has no first step before it reads a window
         rank, ranks = world.data_rank, world.data_ranks
         if first := rows.batches(plan.done, plan.length, rank=rank, ranks=ranks, micro_rows=env.micro_rows):
@@ -457,7 +457,7 @@ def largest_batch(trainer: Trainer, plan: RunPlan) -> Batch:
     ids = np.random.default_rng(0).integers(trainer.ids, size=(env.micro_rows, width), dtype=np.int32)
     parts = [np.array_split(row, rows.source.parts) for row in ids]
     documents = [[(INVENTED, Document(part, np.ones(len(part), bool))) for part in row] for row in parts]
-    # A live stream's room for documents grows with the rows it reads.
+    # A live stream's room for documents grows with the rows that it reads.
     room = plan.length.widest or (ROOM if rows.layout.isolated else 2)
     (batch,) = sampler.micro_batches(rows, documents, room, rank=0, ranks=1, micro_rows=env.micro_rows)
     return batch
@@ -498,7 +498,7 @@ def _allocator_message(error: BaseException) -> str:
 def _out_of_memory(trainer: Trainer, failure: str) -> UserError:
     env, rows, T = trainer.env, trainer.env.micro_rows, trainer.env.seq
     ways = []
-    if rows > 1 and Part.UPDATE in env.claimed:  # its owner needs a step to be one micro-batch
+    if rows > 1 and Part.UPDATE in env.claimed:  # its owner requires one micro-batch per step
         ways.append(f"set batch.tokens: {rows // 2 * env.data_ranks * T} and lower batch.micro_tokens with it")
     elif rows > 1:
         ways.append(f"set batch.micro_tokens: {(env.fewer_rows or 1) * T}, or auto")
@@ -519,7 +519,7 @@ def release_memory(trainer: Trainer) -> None:
         if memory.resizable():
             memory.resize_(0)
     del tensors
-    if free := getattr(trainer.optimizer, "release", None):  # memory that torch does not manage
+    if free := getattr(trainer.optimizer, "release", None):  # memory not managed by torch
         free()
     for parameter in trainer.model.parameters():
         parameter.grad = None
@@ -542,14 +542,14 @@ class Session:
         """Log the changes since the checkpoint, and start reporting.
 
         Args:
-            passed: damaged checkpoints that were skipped, and why.
-            tracker, bar: rank 0's; a tracker only if configured.
+            passed: damaged checkpoints that were skipped, with reasons.
+            tracker, bar: only on rank 0; a tracker only if configured.
         """
         self.trainer, self.plan, self.bar, self.output = trainer, plan, bar, Path(trainer.config.output)
         self.saver, saver.settled = saver, self._settled
         self.callbacks = () if bar is None else callbacks
         self.run_id = checkpoint.fresh_id() if manifest is None else manifest.run_id
-        self.unsaved: dict[int, str] = {}  # steps whose checkpoint could not be saved, and why
+        self.unsaved: dict[int, str] = {}  # steps whose checkpoint could not be saved, with reasons
         self.reporters = [] if tracker is None else [tracker]
         skips = (0, 0) if manifest is None else (manifest.skipped, manifest.skipped_in_a_row)
         path = None if bar is None else self.output / "metrics.jsonl"
@@ -558,7 +558,7 @@ class Session:
         self.best, damaged = find_best(trainer, plan)
         self.patience = find_patience(trainer, plan, manifest)
         if (passed := [*passed, *damaged]) and manifest is not None:
-            over = [{"checkpoint": path.name, "reason": why} for path, why in passed]
+            over = [{"checkpoint": path.name, "reason": reason} for path, reason in passed]
             self.meter.write({"step": manifest.step, "passed_over": over})
         if manifest is not None and (changed := changes(manifest.config, trainer.config)):
             self.meter.write({"step": manifest.step, "changed": changed})
@@ -588,7 +588,7 @@ class Session:
         self.meter.begin_steps(self.plan.done)
 
     def save(self, step: int) -> None:
-        """Save a checkpoint; if the disk fails, training continues and the last good checkpoint stays.
+        """Save a checkpoint; if the disk fails, training continues with the last good checkpoint kept.
 
         With `train.save: async` a thread writes.
         """
@@ -597,7 +597,7 @@ class Session:
             return  # a failed run leaves its last good checkpoint the newest
         position = self.trainer.stream.position(step)
         meta = checkpoint.Meta(self.run_id, position, *skips, self.trainer.fingerprints)
-        self.saver.settle(wait=True)  # the best checkpoint, which is not pruned, depends on it
+        self.saver.settle(wait=True)  # it determines the best checkpoint, which is not pruned
         self.saver.save(step, meta, None if self.best is None else self.best.protected_step(step))
 
     def _settled(self, step: int, failure: checkpoint.SaveFailed | None) -> None:
@@ -657,7 +657,7 @@ class Session:
         distributed.under_way("the last save", self.meter.last)
         self.meter.end_steps()
         self.saver.settle(wait=True)
-        self.meter.skips()  # waits for the flags of the last steps, so that every rank has the same failure
+        self.meter.skips()  # waits for the last steps' flags, so that every rank has the same failure
         if self.meter.failure is not None:
             raise self.meter.failure
         if self.trainer.stop.agreed and self.meter.last in self.unsaved:
@@ -703,14 +703,14 @@ class Session:
         elif kind is not None:
             with suppress(RunError):  # an error is already being raised
                 self.saver.settle(wait=True)
-        for reporter in self.reporters if kind is not KeyboardInterrupt else ():  # a second Ctrl-C: at once
+        for reporter in self.reporters if kind is not KeyboardInterrupt else ():  # a second Ctrl-C: leave at once
             outcome = reporter.end()
             if reporter.options is not None or reporter.error:
                 console.say(outcome)
 
 
 def find_best(trainer: Trainer, plan: RunPlan) -> tuple[BestCheckpoint | None, list[tuple[Path, str]]]:
-    """Return the best checkpoint's record, if any, and better but damaged ones with reasons."""
+    """Return the best checkpoint's record, if any, and better but damaged checkpoints with reasons."""
     train = trainer.config.train
     if trainer.evaluation is None or not train.best or (train.save_every is None and train.stop_after is None):
         return None, []
@@ -776,7 +776,7 @@ def out_of_memory_in(trainer: Trainer, step: int, error: BaseException) -> RunEr
     """Return the error for running out of memory after the preflight."""
     rows, T = trainer.env.micro_rows, trainer.env.seq
     found = first_line(error)
-    # The owner of UPDATE needs a step to be one micro-batch.
+    # The owner of UPDATE requires one micro-batch per step.
     halves = rows > 1 and rows % 2 == 0 and Part.UPDATE not in trainer.env.claimed
     fewer = f" --set batch.micro_tokens={rows // 2 * T}" if halves else ""
     rank = "" if trainer.world.ranks == 1 else f", on rank {trainer.world.rank} of {trainer.world.ranks}"

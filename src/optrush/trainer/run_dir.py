@@ -28,13 +28,13 @@ from optrush.trainer.checkpoint import FOLDER, Manifest, find_checkpoints, remov
 from optrush.trainer.distributed import agree, from_first
 
 RUN, METRICS, LOCK, SAMPLES = "run.yaml", "metrics.jsonl", ".lock", "samples.json"
-# written under another name, then renamed
+# written under a temporary name, then renamed
 _WHOLE = (
     RUN, METRICS, SAMPLES, "report.html", "cleaning.html", "cleaning.json", "model", "model.old", "adapter",
     "adapter.old",
 )  # fmt: skip
 TRACKER = "tracker"  # files of tracking libraries
-DATA = "data.json"  # the data read by the run, to show changes
+DATA = "data.json"  # a record of the data read by the run, to show changes
 KNOWN = frozenset(
     {RUN, METRICS, LOCK, FOLDER, DATA, f"{DATA}.tmp", "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
     | {SAMPLES, "answers.jsonl", "rollout", "cleaning.html", "cleaning.json", "tensorboard", TRACKER, "tracker.json"}
@@ -45,8 +45,8 @@ KNOWN = frozenset(
 
 _BESIDE = re.compile(
     r"\.(log|out|err|ya?ml)$|^(wandb|logs)$|^\.(nfs|snapshot|ipynb_)"
-)  # the user's logs and settings: they stay
-_ANYWHERE = {"lost+found", ".gitignore", ".gitkeep", ".DS_Store"}  # in a folder that counts as empty
+)  # the user's logs and settings: not removed
+_ANYWHERE = {"lost+found", ".gitignore", ".gitkeep", ".DS_Store"}  # allowed in a folder that counts as empty
 
 OCCUPIED = "the folder has a run"
 
@@ -62,8 +62,8 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     """Check that a run may start in `output`; write nothing.
 
     Raises:
-        ConfigError: it is not writable, has a run that is neither resumed nor replaced, or has only other files; a
-            link leads out of it; `clean` is set and other files exist, too.
+        ConfigError: it is not writable, has a run that is neither resumed nor replaced, or has only other files; a link
+            leads out of it; `clean` is set and there are other files, too.
     """
     path = Path(output)
     asked = f"`output: {output}`"
@@ -103,19 +103,19 @@ def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | N
     Raises:
         ConfigError: an input is inside the output, or the reverse.
     """
-    own = Path(output).resolve()
+    root = Path(output).resolve()
     for name in (str(r) for r in reads if r is not None):
         pattern = glob.has_magic(name) and not Path(name).exists()
         for path in map(Path, glob.glob(name, recursive=True) if pattern else [name]):
             place = path.resolve()
-            inside = place.relative_to(own).parts if place.is_relative_to(own) else None
+            inside = place.relative_to(root).parts if place.is_relative_to(root) else None
             written = inside is not None and (clean or (inside[0] in KNOWN if inside else place.is_dir()))
             if path.exists() and written:
                 found = f"this run reads {place} and would write to it"
                 raise ConfigError(f"`output: {output}`", found, "use another `output`")
 
 
-SMALL_FILES_bytes = 1 << 20  # room for metrics, curves, pages and tokenizer
+SMALL_FILES_bytes = 1 << 20  # for metrics, curves, pages and tokenizer
 
 
 def saved_copies(config: Config, steps: int) -> tuple[int, int]:
@@ -127,7 +127,7 @@ def saved_copies(config: Config, steps: int) -> tuple[int, int]:
     keeps = config.train.best and (every is not None or config.train.stop_after is not None)
     best = bool(evaluated and keeps and config.data.eval is not None)
     saves = len(saved | evaluated if best else saved)
-    return saves, min(saves, keep + 1 + best)  # the new one is complete before an old one is removed
+    return saves, min(saves, keep + 1 + best)  # the new one is completed before an old one is removed
 
 
 def _period(every: float, steps: int) -> int:
@@ -137,35 +137,35 @@ def _period(every: float, steps: int) -> int:
 def free_space(output: Path | str) -> tuple[Path, int]:
     """Return the output's nearest existing folder, and the free bytes of its disk."""
     path = Path(output).absolute()
-    there = next(p for p in (path, *path.parents) if p.is_dir())
-    return there, shutil.disk_usage(there).free
+    folder = next(p for p in (path, *path.parents) if p.is_dir())
+    return folder, shutil.disk_usage(folder).free
 
 
 def check_space(config: Config, steps: int, clean: bool, checkpoint_bytes: int, model_bytes: int) -> None:
     """Check that the disk has room for checkpoints and export; write nothing.
 
     Args:
-        steps: of the whole run.
+        steps: of the full run.
         clean: the output folder is emptied first.
-        checkpoint_bytes, model_bytes: of one checkpoint, and of the exported model (0: none).
+        checkpoint_bytes, model_bytes: of one checkpoint, and of the exported model (0: not exported).
 
     Raises:
         ConfigError: the disk is too full.
     """
     output, (_, copies) = Path(config.output), saved_copies(config, steps)
-    there, free = free_space(output)
+    folder, free = free_space(output)
     going = output if clean else output / FOLDER
     held = sum(p.lstat().st_size for p in going.rglob("*") if p.is_file()) if going.is_dir() else 0
     needed = copies * checkpoint_bytes + model_bytes + SMALL_FILES_bytes - held
     if free < needed:
         parts = f"{copies} x {checkpoint_bytes / 2**20:,.1f} MiB of checkpoints"
         parts += f", {model_bytes / 2**20:,.1f} MiB of model/" if model_bytes else ""
-        found = f"{free / 2**20:,.1f} MiB free in {there}, {needed / 2**20:,.1f} MiB needed ({parts})"
+        found = f"{free / 2**20:,.1f} MiB free in {folder}, {needed / 2**20:,.1f} MiB needed ({parts})"
         raise ConfigError(f"`output: {output}`", found, "free space, lower train.keep, or use another `output`")
 
 
 def _exists(path: Path) -> bool:
-    """Like lexists, but a too long name or a folder without access raises an error."""
+    """Return whether a path or link exists; raise an error for a too long name or a folder without access."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -177,7 +177,7 @@ def claim(output: Path | str, clean: bool) -> None:
     """Create the folder, and empty it if `clean` is set. One process calls it, with the lock if there is one.
 
     Raises:
-        ConfigError: as for `check_free`; its rule for emptying is checked again.
+        ConfigError: see `check_free`; its rule for emptying is checked again.
     """
     path = Path(output)
     try:
@@ -310,16 +310,16 @@ def _within(line: bytes, step: int) -> bool:
     if not line.endswith(b"\n"):
         return False
     try:
-        found = files.parse_json(line)
+        entry = files.parse_json(line)
     except ValueError:
         return False
-    return isinstance(found, dict) and isinstance(found.get("step"), int) and found["step"] <= step
+    return isinstance(entry, dict) and isinstance(entry.get("step"), int) and entry["step"] <= step
 
 
 # --- The checkpoint with the best held-out loss.
 #
-# A committed checkpoint never changes, so the mark is a separate file, `checkpoints/best.json`, written
-# after the checkpoint; a kill in between is harmless: metrics.jsonl has the losses.
+# A committed checkpoint never changes, so the mark is a separate file, `checkpoints/best.json`, written after the
+# checkpoint; a kill in between is harmless: metrics.jsonl has the losses.
 
 
 POINTER = "best.json"
@@ -334,7 +334,7 @@ class Best:
 
 
 class BestCheckpoint:
-    """Tracks the best checkpoint of a run, the same on every rank."""
+    """Tracks the best checkpoint of a run, equally on every rank."""
 
     def __init__(self, output: Path, best: Best | None = None) -> None:
         self.output, self.best = output, best
@@ -368,7 +368,7 @@ class BestCheckpoint:
 
 
 class Patience:
-    """Counts evaluations in a row without an improvement, for `train.stop_after`; rank 0's losses decide."""
+    """Counts consecutive evaluations without an improvement, for `train.stop_after`; rank 0's losses decide."""
 
     def __init__(self, rule: StopAfter, losses: Iterable[float | None] = ()) -> None:
         self.rule, self.least, self.since = rule, math.inf, 0
@@ -376,7 +376,7 @@ class Patience:
             self.add(math.nan if loss is None else loss)
 
     def add(self, loss: float) -> None:
-        """Count an evaluation, of this run or before its resume."""
+        """Count an evaluation of this run, or of the part before its resume."""
         self.since = 0 if loss < self.least - self.rule.min_delta else self.since + 1
         self.least = min(self.least, loss) if math.isfinite(loss) else self.least
 
@@ -388,11 +388,11 @@ class Patience:
 
 def held_out_losses(output: Path) -> list[float | None]:
     """Return the held-out losses of a run so far, from rank 0's metrics.jsonl, on every rank."""
-    found = []
+    evals = []
     if launched()[0] == 0:
         lines = (files.parse_json(line) for line in read_text(output / METRICS).splitlines())
-        found = [line["eval_loss"] for line in lines if "eval_loss" in line]
-    losses: list[float | None] = json.loads(from_first(json.dumps(found)))
+        evals = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    losses: list[float | None] = json.loads(from_first(json.dumps(evals)))
     return losses
 
 
@@ -404,19 +404,19 @@ def comparable(config: Config, fingerprints: Mapping[str, str], before: Manifest
 
 
 def recall(output: Path, done: int, alike: Callable[[Manifest], bool]) -> tuple[Best | None, list[tuple[Path, str]]]:
-    """Return the best intact checkpoint so far, and better but damaged ones with reasons.
+    """Return the best intact checkpoint so far, and better but damaged checkpoints with reasons.
 
     Every rank calls it, after metrics.jsonl was truncated; rank 0 reads.
 
     Args:
         alike: whether a checkpoint's loss is comparable with the run's.
     """
-    found = json.dumps(_recall(output, done, alike) if launched()[0] == 0 else None)
-    step, loss, damaged = json.loads(from_first(found))
+    report = json.dumps(_recall(output, done, alike) if launched()[0] == 0 else None)
+    step, loss, damaged = json.loads(from_first(report))
     best = None if step is None else Best(step, loss)
     if launched()[0] == 0:
         _point(output, best)
-    return best, [(Path(path), why) for path, why in damaged]
+    return best, [(Path(path), reason) for path, reason in damaged]
 
 
 def _recall(
@@ -424,9 +424,9 @@ def _recall(
 ) -> tuple[int | None, float | None, list[tuple[str, str]]]:
     losses = dict(_pointed(output))
     for line in read_text(output / METRICS).splitlines():
-        found = files.parse_json(line)
-        if found.get("eval_loss") is not None:
-            losses[found["step"]] = found["eval_loss"]
+        entry = files.parse_json(line)
+        if entry.get("eval_loss") is not None:
+            losses[entry["step"]] = entry["eval_loss"]
     damaged: list[tuple[str, str]] = []
     for step in sorted((s for s in losses if s <= done), key=lambda s: (losses[s], s)):
         path = output / FOLDER / f"step-{step:06d}"
@@ -451,7 +451,7 @@ def _point(output: Path, best: Best | None) -> None:
 
 def _pointed(output: Path) -> list[tuple[int, float]]:
     try:
-        found = files.parse_json(read_text(output / FOLDER / POINTER))
-        return [(int(found["step"]), float(found["eval_loss"]))]
+        best = files.parse_json(read_text(output / FOLDER / POINTER))
+        return [(int(best["step"]), float(best["eval_loss"]))]
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -1,8 +1,8 @@
-"""Store a model's values per sample in files next to the tokenised data, by sample number.
+"""Store a model's values per sample in files next to the tokenized data, by sample number.
 
-A reference's log-probabilities (`dpo_reference`), or a teacher's most likely tokens (`teacher`). Records
-are in sample order: rows, their order and the ranks of a run do not matter. A file has whole samples. It is
-written completely or not at all, and its name has the digest of its bytes; a damaged one is recomputed.
+A reference's log-probabilities (`dpo_reference`), or a teacher's most likely tokens (`teacher`). Records are in sample
+order: a run's rows, their order and its ranks do not matter. A file has complete samples. It is written completely or
+not at all, and its name has the digest of its bytes; a damaged file is recomputed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from optrush.models.weights import value_files
 from optrush.trainer import distributed
 from optrush.trainer.trainer import Trainer
 
-FILE_BYTES = 2**27  # of one file, about
+FILE_BYTES = 2**27  # approximate size of a file
 OPEN = 64  # mapped files at a time: each has a file descriptor
 
 
@@ -38,7 +38,7 @@ class SampleStore:
 
     Args:
         content: all inputs of the records, as JSON.
-        counts: (samples,) records of each sample.
+        counts: (samples,) records per sample.
     """
 
     def __init__(self, folder: Path, content: object, counts: np.ndarray, record: np.dtype) -> None:
@@ -49,7 +49,7 @@ class SampleStore:
         self.firsts = np.concatenate([[0], np.flatnonzero(np.diff(file)) + 1, [len(counts)]])  # sample of each file
 
     def missing(self) -> list[range]:
-        """Return the samples of each file that a machine does not have."""
+        """Return the samples of each file that any machine lacks."""
         lacking = []
         for file, (first, end) in enumerate(zip(self.firsts, self.firsts[1:])):
             path = distributed.agreed(partial(self._intact, file))
@@ -61,7 +61,7 @@ class SampleStore:
         """Write the file of these samples.
 
         Raises:
-            DataError: it cannot be written.
+            DataError: the file cannot be written.
         """
         distributed.agreed(lambda: self._write(int(np.searchsorted(self.firsts, samples.start)), records))
 
@@ -93,7 +93,7 @@ class SampleStore:
         return paths
 
     def _intact(self, file: int) -> Path | None:
-        """Return the path of a file; each machine's first rank verifies it, and removes a damaged one."""
+        """Return the path of a file; each machine's first rank verifies it, and removes a damaged file."""
         path = self._path(file)
         if path is None or not _first_here() or tokenize.intact(path):
             return path

@@ -1,7 +1,7 @@
-"""Load the teacher of `objective: distill`: a second model, frozen, whole on every rank, with the same tokens.
+"""Load the teacher of `objective: distill`: a second, frozen model, replicated on every rank, with the same tokens.
 
-It runs in each step, or once over the data (`distill.store`), before the model is allocated: the two are never in
-memory together. Stored tokens are cached under a digest of their inputs.
+It runs in each step, or once over the data (`distill.store`) before the model is allocated: the two are never in memory
+together. Stored tokens are cached under a digest of their inputs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def add_teacher(trainer: Trainer, folder: Path | None, hf: dict[str, Any]) -> No
 
 
 def load_teacher(trainer: Trainer, folder: Path | None, hf: dict[str, Any]) -> Decoder | HFModel:
-    """Load the teacher onto the device; raises like `add_teacher`."""
+    """Load the teacher onto the device; raise like `add_teacher`."""
     config, settings = trainer.config, trainer.config.distill
     assert settings is not None
     _same_tokens(trainer, config, folder, hf)
@@ -133,8 +133,8 @@ class StoringPass:
         del teacher
         self._release()
         ends = np.cumsum(source.targets()[chosen])
-        found = dict(zip(chosen, np.split(records, ends[:-1]), strict=True))
-        return StoredTokens(self._record, found.__getitem__)
+        records_of = dict(zip(chosen, np.split(records, ends[:-1]), strict=True))
+        return StoredTokens(self._record, records_of.__getitem__)
 
     def made(self, teacher: Decoder | HFModel, source: SampleSource, samples: Sequence[int]) -> np.ndarray:
         """Return the concatenated records of these samples, by a forward pass over them."""
@@ -153,7 +153,7 @@ class StoringPass:
 
         distributed.agreed(partial(_enough_memory, work))
         result = np.zeros(len(ids), self._record)
-        for name, mine in (("ids", ids), ("log_p", log_p)):  # each rank has its own samples, and zeros
+        for name, mine in (("ids", ids), ("log_p", log_p)):  # each rank has its own samples, and zeros for the others
             result[name] = trainer.all_reduce(mine.to(trainer.world.device)).cpu().numpy()
         return result
 
@@ -165,11 +165,11 @@ class StoringPass:
         dtype = torch.float32 if settings.dtype == "float32" else torch.float16
         vocab = _common(self.trainer, self.place[1])
         hidden = teacher(batch.tokens, batch.positions, batch.documents)[batch.labels != IGNORE]
-        found = [
+        rows = [
             likeliest(teacher.head.logits(h)[:, :vocab], settings.store, settings.temperature, dtype)
             for h in hidden.split(settings.chunk)
         ]
-        ids, log_p = torch.cat([f.ids for f in found]), torch.cat([f.log_p for f in found])
+        ids, log_p = torch.cat([f.ids for f in rows]), torch.cat([f.log_p for f in rows])
         return ids.int().cpu(), log_p.float().cpu()
 
     @property
@@ -186,19 +186,19 @@ class StoringPass:
         cut = hashlib.sha256(source.lengths().tobytes() + source.targets().tobytes()).hexdigest()
         tokens = [self.trainer.fingerprints.get(name) for name in ("tokenizer", "template", "date")]
         values = f"drawn, seed {config.seed}" if folder is None else values_digest(folder, cache)
-        made = settings.store, settings.temperature, settings.dtype, _common(self.trainer, hf)
-        content = [FORMAT, source.fingerprint, cut, tokens, values, hf, made]
+        settings_used = settings.store, settings.temperature, settings.dtype, _common(self.trainer, hf)
+        content = [FORMAT, source.fingerprint, cut, tokens, values, hf, settings_used]
         return SampleStore(cache / "teacher", content, source.targets(), self._record)
 
     def _check_room(self, folder: Path, records: int) -> None:
         """Raise DataError unless the cache's disk has room for the pass."""
-        there, free = free_space(folder)
+        place, free = free_space(folder)
         needed = records * self._record.itemsize
 
         def work() -> None:
             if needed > free:
                 asked = f"{self._record.itemsize} bytes of the teacher's tokens for each of {records:,} targets"
-                found = f"{needed:,} bytes, but {there} has {free:,} free"
+                found = f"{needed:,} bytes, but {place} has {free:,} free"
                 raise DataError(asked, found, "free space, set another data.cache, or lower distill.store")
 
         distributed.agreed(work)
@@ -220,7 +220,7 @@ def _enough_memory(work: Callable[[], None]) -> None:
 
 
 def _common(trainer: Trainer, hf: dict[str, Any]) -> int:
-    """Return the number of logits that both models have."""
+    """Return the number of logits in common."""
     return min(trainer.vocab, int(text_config(hf).get("vocab_size") or trainer.vocab))
 
 
@@ -237,8 +237,8 @@ def _same_tokens(trainer: Trainer, config: Config, folder: Path | None, hf: dict
     theirs: dict[str, int] = open_tokenizer(folder).get_vocab()
     odd = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if odd:
-        one = odd[0]
-        found = f"{len(odd)} tokens differ: {one!r} is {theirs.get(one, 'none')} there, {ours.get(one, 'none')} here"
+        t = odd[0]
+        found = f"{len(odd)} tokens differ: {t!r} is {theirs.get(t, 'none')} there, {ours.get(t, 'none')} here"
         raise NeedsError(asked, found, do)
     least, most = min(rows, trainer.vocab), max(ours.values())
     if most >= least:

@@ -1,8 +1,8 @@
-"""Report a run to TensorBoard, MLflow and Weights & Biases: a daemon thread of rank 0 and a bounded queue for each.
+"""Report a run to TensorBoard, MLflow and Weights & Biases: each by a daemon thread of rank 0 and a bounded queue.
 
-The metrics put lines into the queue and never wait. If it is full, the line is counted; metrics.jsonl has it.
-A state file records the sent lines; a resumed run sends the rest. An exception of a client is logged once and the
-call repeated. After the last step the tracker has END_S seconds without progress, then its thread is abandoned.
+Metrics are queued without waiting. If the queue is full, the line is only counted; metrics.jsonl has it. A state file
+records the sent lines; a resumed run sends the rest. A client's exception is logged once, and the call is retried.
+After the last step the tracker has END_S seconds without progress, then its thread is abandoned.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ NAMES = {"mlflow": "MLflow", "wandb": "Weights & Biases"}
 FOLDER, STATE, BOARD = "tracker", "tracker.json", "tensorboard"  # in the run folder
 PACKAGES = {"mlflow": ("mlflow-skinny", "mlflow"), "wandb": ("wandb",)}  # distributions; an error names the first
 QUEUED = 100_000  # maximum number of waiting lines
-EVERY_S, LONGEST_S = 1.0, 30.0  # between two turns of a thread; between two attempts after failures
+EVERY_S, LONGEST_S = 1.0, 30.0  # between two turns of a thread; maximum between attempts after failures
 ANSWER_S = 10.0  # before step 0
 PATIENCE_S, END_S, SLOWEST_BYTES_S = 5.0, 25.0, 10e6  # at the end: retries; silence; added for a file that is sent
 
 
 class ReportClient:
-    """One client library. A call that raises is repeated."""
+    """One client library. A failed call is repeated."""
 
     def answer(self) -> None:
         """Raise unless the server answers and accepts the login; create nothing."""
 
     def start(self, config: Mapping[str, Any], fresh: str, state: dict[str, Any]) -> str:
-        """Create a run with the id `fresh`, or continue the one with the id `state["id"]`; return its id."""
+        """Create a run with the id `fresh`, or continue the run with the id `state["id"]`; return its id."""
         return fresh
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -65,7 +65,7 @@ def check_tracker(config: Config) -> None:
     """Check `tracker:` without contacting a server.
 
     Raises:
-        UserError: a password in an address, a missing package, no server named, or an invalid address.
+        UserError: a password in an address, a missing package, no server, or an invalid address.
     """
     refuse_secrets(config)
     if config.tracker is None:
@@ -94,7 +94,7 @@ def open_reporter(config: Config) -> Iterator[Reporter | None]:
     """Yield rank 0's reporter to the configured tracker, once the server has answered; None without a tracker.
 
     Raises:
-        ConfigError: on every rank; the tracker does not answer, or refuses the login.
+        ConfigError: on every rank; the tracker does not answer, or rejects the login.
     """
     reporter, error = None, None
     if (options := config.tracker) is not None and launched()[0] == 0:
@@ -122,18 +122,18 @@ class Reporter(threading.Thread):
         self.queue = deque[tuple[int, str, dict[str, float]]]()
         self.lost, self.lines, self.artifacts = 0, 0, 0
         self.ending, self.started, self.fresh = threading.Event(), False, ""
-        self.trouble, self.error = "", ""  # the first failure, until it is read; the last
-        self.gone: list[str] = []  # checkpoints that were replaced before they were sent
-        self.refused: dict[str, str] = {}  # artifacts that the tracker rejects, and why
-        self.deadline, self.progress = math.inf, 0.0  # of `end`; when the tracker last received something
+        self.trouble, self.error = "", ""  # the first failure, until read; the last failure
+        self.gone: list[str] = []  # checkpoints replaced before they were sent
+        self.refused: dict[str, str] = {}  # artifacts that the tracker rejects, with reasons
+        self.deadline, self.progress = math.inf, 0.0  # of `end`; time when the tracker last received something
 
-    # the training's side
+    # called by training
 
     def connect(self) -> None:
         """Import the library, and contact the server for at most ANSWER_S.
 
         Raises:
-            ConfigError: it does not answer, or refuses the login.
+            ConfigError: it does not answer, or rejects the login.
         """
         outcome = [f"{self.label} did not answer within {ANSWER_S:.0f} s"]
 
@@ -146,7 +146,7 @@ class Reporter(threading.Thread):
 
         try:
             self.client = open_client(self.options, self.output)
-        except Exception as error:  # of the library's import
+        except Exception as error:  # from the library's import
             outcome.append(_described(error))
         else:
             contact = threading.Thread(target=answer, name=TRACKER_THREAD, daemon=True)
@@ -159,12 +159,12 @@ class Reporter(threading.Thread):
     def follow(self, run_id: str, done: int, fingerprints: Mapping[str, str]) -> None:
         """Start reporting.
 
-        A run that repeats steps unchanged repeats the tracker's lines. With another configuration, data or
-        model that history is wrong and cannot be deleted, so the tracker gets a new run.
+        A run that repeats steps unchanged repeats the tracker's lines. With another configuration, data or model the
+        tracker's history is wrong and cannot be deleted, so the tracker gets a new run.
 
         Args:
             run_id: the id of a new run in the tracker.
-            done: steps that were completed before.
+            done: steps completed before.
             fingerprints: of data, tokenizer and model.
         """
         course = {k: v for k, v in self.config.items() if k not in ("output", "tracker", "train")}
@@ -214,7 +214,7 @@ class Reporter(threading.Thread):
         }
         return f"{self.label}: {'; '.join(text for text, holds in parts.items() if holds)}"
 
-    # the thread's side
+    # run by the thread
 
     def run(self) -> None:
         """Send lines until `end`, then flush and finish."""
@@ -240,12 +240,12 @@ class Reporter(threading.Thread):
         """Send new lines, then artifacts."""
         if not self.started:
             self.state["id"] = self.client.start(self.config, self.fresh, self.state)
-            self.started, self.lost = True, 0  # the file has the lines that did not fit in the queue
+            self.started, self.lost = True, 0  # the file has the lines that did not fit into the queue
             self.queue.extendleft(reversed(self._written()))
             self._store()
         while self.queue:
             step, mark, values = self.queue[0]
-            if step > self.state["step"].get(mark, -1):  # else it was both read from the file and queued
+            if step > self.state["step"].get(mark, -1):  # else it was read from the file and also queued
                 self.client.log_metrics(step, values)
                 self.state["step"][mark] = step
                 self.lines += 1
@@ -262,7 +262,7 @@ class Reporter(threading.Thread):
         return text
 
     def _written(self) -> list[tuple[int, str, dict[str, float]]]:
-        """Return the figures of metrics.jsonl that the tracker does not have."""
+        """Return the figures in metrics.jsonl that the tracker does not have."""
         try:
             text = read_file(self.output / "metrics.jsonl")
         except FileNotFoundError:
@@ -273,7 +273,7 @@ class Reporter(threading.Thread):
     def _artifacts(self) -> Iterator[tuple[Path, str]]:
         """Yield artifacts to send: run.yaml, checkpoints, newest first (offline: those left at the end), model.
 
-        A run that a signal stopped sends neither checkpoints nor model: it will be resumed.
+        A run stopped by a signal sends neither checkpoints nor model: it will be resumed.
         """
         if self.options is None:
             return
@@ -316,14 +316,14 @@ class Reporter(threading.Thread):
 
 
 def size_bytes(path: Path) -> int:
-    """Return the size of a file, or of all files of a folder."""
+    """Return the size of a file, or of all files in a folder."""
     parts = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
     return sum(p.stat().st_size for p in parts)
 
 
 def content_digest(path: Path) -> str:
-    """Return a digest of an artifact: a name may return with other weights."""
-    manifest = path / "manifest.json"  # of a checkpoint; it holds the digests of the other files
+    """Return a digest of an artifact: a name may be reused with other weights."""
+    manifest = path / "manifest.json"  # a checkpoint's; it has the digests of the other files
     parts = [path] if path.is_file() else [manifest] if manifest.is_file() else sorted(path.glob("*.safetensors"))
     sums = sha256()
     for part in parts:
@@ -347,7 +347,7 @@ def _figures(line: Mapping[str, Any]) -> tuple[int, str, dict[str, float]] | Non
 
 
 def open_client(options: TrackerConfig | None, output: Path) -> ReportClient:
-    """Import the library and build its client; TensorBoard's for None."""
+    """Import the library and build its client; None: TensorBoard's."""
     if options is None:
         return TensorBoard(output)
     return {"mlflow": MLflow, "wandb": Wandb}[options.name](options, output / FOLDER)
@@ -420,8 +420,8 @@ class MLflow(ReportClient):
 class Wandb(ReportClient):
     """Log to Weights & Biases; its records of machine, user, packages, code and command line are off.
 
-    Offline: files in the run folder, for `wandb sync`. The library sends from its own process and stores
-    waiting data on disk, so a dead server is noticed only at the end.
+    Offline: files in the run folder, for `wandb sync`. The library sends from its own process and stores waiting data
+        on disk, so a dead server is detected only at the end.
     """
 
     ANSWER_S, SEND_S = 8, 600  # limits: the login; the upload of an artifact
@@ -481,7 +481,7 @@ class Wandb(ReportClient):
 class TensorBoard(ReportClient):
     """Write TensorBoard's files: every number of metrics.jsonl under its own name, at its step, exactly once.
 
-    After a resume `purge_step` hides lines that may repeat. The library's writer has a thread that ends with an
+    After a resume `purge_step` hides lines that may repeat. The library's writer has a thread that dies with an
     unhandled exception when the disk is full; so records are written here, completely or not at all.
     """
 
@@ -489,7 +489,7 @@ class TensorBoard(ReportClient):
         self.folder = output / BOARD
 
     def start(self, config: Mapping[str, Any], fresh: str, state: dict[str, Any]) -> str:
-        """Hide events after the last certainly complete step, and report those lines again."""
+        """Hide events after the last step that is surely complete, and report their lines again."""
         from tensorboard.compat.proto import event_pb2, summary_pb2  # the import takes a second
         from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -1,6 +1,6 @@
 """Hold the live state of a run, the default step and the training loop.
 
-First the contracts: callables that techniques replace or wrap, and slots they fill. Then the default of each callable.
+First the contracts: callables that techniques replace or wrap, and slots that they fill. Then each callable's default.
 Then the loop that calls them.
 Shapes: B rows, T tokens per row, D width (docs/notation.md).
 """
@@ -55,7 +55,7 @@ class TrainedParam:
 
     @property
     def local(self) -> Tensor:
-        """Return this rank's shard; it shares storage."""
+        """Return this rank's shard, which shares storage."""
         return distributed.local(self.parameter.detach())
 
     @property
@@ -66,28 +66,28 @@ class TrainedParam:
 
     @property
     def whole_grad(self) -> Tensor | None:
-        """Return the whole gradient; if it is sharded, every rank must call it."""
+        """Return the full gradient; if it is sharded, every rank must call it."""
         g = self.parameter.grad
         return None if g is None else distributed.gathered(g)
 
     @property
     def whole(self) -> Tensor:
-        """Return the whole parameter; if it is sharded, every rank must call it."""
+        """Return the full parameter; if it is sharded, every rank must call it."""
         return distributed.gathered(self.parameter.detach())
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole parameter."""
+        """Return the shape of the full parameter."""
         return tuple(self.parameter.shape)
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Return the offset of this rank's shard in the whole tensor."""
+        """Return the offset of this rank's shard in the full tensor."""
         return distributed.offset(self.parameter)
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether this rank has only a shard (else the whole, the same on every rank)."""
+        """Return whether this rank has only a shard (else the full parameter, equal on every rank)."""
         return bool(self.cut_over)
 
     @property
@@ -97,7 +97,7 @@ class TrainedParam:
 
 
 class State(Protocol):
-    """State of a technique in checkpoints, besides parameters and optimizer states: JSON, equal on every rank."""
+    """State of a technique in checkpoints, next to parameters and optimizer states: JSON, equal on every rank."""
 
     def save(self) -> dict[str, Any]: ...
     def load(self, saved: dict[str, Any]) -> None: ...
@@ -110,7 +110,7 @@ class Storage:
     """
 
     def materialise(self, trainer: Trainer) -> None:
-        """Allocate this rank's slices, redo ties, and fill the weights from the weight map; before, all are on meta."""
+        """Allocate this rank's shards, redo ties, and fill the weights from the weight map; before, all are on meta."""
         model = trainer.model
         for root in trainer.roots:
             root.to_empty(device=trainer.world.device)
@@ -125,21 +125,21 @@ class Storage:
         return mine
 
     def filling(self, s: Slice) -> AbstractContextManager[Slice]:
-        """Yield a tensor for a checkpoint to fill in place of one of this rank's slices."""
+        """Yield a tensor for a checkpoint to fill instead of one of this rank's slices."""
         return nullcontext(s)
 
     def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Context manager with whole parameters, with the values for an export."""
+        """Context manager with full parameters, with the values for an export."""
         return nullcontext()
 
 
 @dataclass
 class Stop:
-    """Why the current step is the last."""
+    """Reasons why the current step is the last."""
 
-    told: Literal[0, 1, 2] = 0  # this rank must stop: 1 by a signal, 2 the run has failed
-    agreed: Literal[0, 1, 2] = 0  # the same, of all ranks
-    starved: bool = False  # a stopping rank has no batch: the current step is abandoned
+    told: Literal[0, 1, 2] = 0  # this rank must stop: 1 by a signal, 2 after a failure
+    agreed: Literal[0, 1, 2] = 0  # the same, over all ranks
+    starved: bool = False  # a stopping rank has no batch: abandon the current step
     complete: bool = False  # on every rank: `train.stop_after` ended the run
 
 
@@ -155,7 +155,7 @@ class Trainer:
     config: Config
     env: Environment
     world: World
-    hf: dict[str, Any]  # config.json as edited
+    hf: dict[str, Any]  # the edited config.json
     model: Decoder | HFModel
     weight_map: WeightMap
 
@@ -175,13 +175,13 @@ class Trainer:
     """The objective: hidden (B, T, D) -> () float32, a sum over the batch's own terms; unscaled, undivided, local.
     It adds its other metrics to `metrics`."""
     loss: Callable[[Batch], Tensor] = None  # type: ignore[assignment]
-    """() float32: default is `loss_from_hidden` of the model's output. Gradient mode is the caller's."""
+    """() float32: default is `loss_from_hidden` of the model's output. The caller sets the gradient mode."""
     forward_backward: Callable[[list[Batch], float | Tensor], Tensor] = None  # type: ignore[assignment]
     """The window: afterwards each trained local gradient is scale * d(sum of all ranks' losses)/dw / terms, summed
-    over the data axes. Clears first, may be called again. Returns () float32: the mean loss over the data axes.
-    terms: on the host, or () float32 on the device and above 0."""
+    over the data axes. Clears gradients first, may be called again. Returns () float32: the mean loss over the data
+    axes. terms: on the host, or () float32 on the device and above 0."""
     eval_loss: Callable[[list[Batch]], Tensor] = None  # type: ignore[assignment]
-    """() float32: sum of losses over the data axes; no gradient, eval mode; weights are left as between steps."""
+    """() float32: sum of losses over the data axes; no gradient, eval mode; leaves weights as between steps."""
     optimizer_step: Callable[[], tuple[Tensor, Tensor]] = None  # type: ignore[assignment]
     """(norm before clipping (), skipped () bool), on the device: unscale, guard, clip, step, free."""
     set_step: Callable[[int], None] = None  # type: ignore[assignment]
@@ -193,7 +193,7 @@ class Trainer:
     adapters_disabled: Callable[[], AbstractContextManager[None]] | None = None
     """A `with` block that disables the adapters; None if the base model cannot be restored."""
     whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A `with` block with whole weights on every rank, kept across passes; all ranks enter it."""
+    """A `with` block with full weights on every rank, kept across passes; all ranks enter it."""
     publish: Callable[[Path], bool] | None = None
     """Writes the trained weights to a folder for another program, on every rank; returns whether they are adapters.
     None outside a run."""
@@ -215,7 +215,7 @@ class Trainer:
     optimizer_factory: Callable[[Sequence[TrainedParam], OptimizerFactory], Optimizer] = build_optimizer
     """Creates an optimizer over parameters, with its states in place; set before `optimizer`, called there."""
     optimizer: Optimizer = None  # type: ignore[assignment]
-    outside_bytes: int = 0  # on the device, but not counted by torch as allocated
+    outside_bytes: int = 0  # on the device, but not allocated by torch
     host_memory: HostMemory = field(default_factory=host_memory)  # shared by all users of host memory
     precision: torch.dtype | None = None  # dtype of matmuls; set by autocast, or by the owner of the data axis
     autocast: bool = False  # autocast must apply the precision
@@ -230,12 +230,12 @@ class Trainer:
     # descriptions
     roots: list[nn.Module] = field(default_factory=list)  # modules that the loop calls: the roots of sharding
     trained: list[TrainedParam] = field(default_factory=list)
-    counted_elsewhere: frozenset[str] = frozenset()  # names of `trained` also on another pipeline stage
+    counted_elsewhere: frozenset[str] = frozenset()  # names in `trained` that another pipeline stage counts
     vocab: int = 0  # V, rows of the embedding on any rank
-    ids: int = 0  # tokens for which a teacher also has embeddings
+    ids: int = 0  # tokens with an embedding in the teacher, too
     fingerprints: dict[str, str] = field(default_factory=dict)  # must be unchanged in a resumed run
     tokenizer: Any = None  # transformers' tokenizer; None for random tokens on a shape
-    sources: Sources = None  # type: ignore[assignment]  # what was read, set aside and cleaned away
+    sources: Sources = None  # type: ignore[assignment]  # the data read, held out and removed by cleaning
     state: dict[str, State] = field(default_factory=dict)
     applied: list[Edit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -253,7 +253,7 @@ class Trainer:
             return True
         if t.name in self.counted_elsewhere:
             return False
-        copies = set(mesh.mesh_dim_names or ()) - {"pp"}  # axes with equal copies; stages have their own
+        copies = set(mesh.mesh_dim_names or ()) - {"pp"}  # axes with equal copies; pipeline stages differ
         return not any(self.world.at(axis) for axis in copies - t.cut_over)
 
     def all_reduce(self, t: Tensor) -> Tensor:
@@ -278,9 +278,9 @@ class Trainer:
         return n
 
     def all_reduce_terms(self, n: float) -> float:
-        """Return the sum of a divisor over the data axes, equal on every rank: weights are summed in 2^-20."""
-        whole, part = divmod(self.all_reduce_int(round(n * 2**20)), 2**20)
-        return whole + part / 2**20 if part else whole
+        """Return the sum of a divisor over the data axes, equal on every rank: weights are summed in units of 2^-20."""
+        integer, part = divmod(self.all_reduce_int(round(n * 2**20)), 2**20)
+        return integer + part / 2**20 if part else integer
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
@@ -294,7 +294,7 @@ class Trainer:
         if grads and device.type == "cuda":
             total += torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square().sum()
         elif grads:
-            # On CPU one float32 sum over a whole matrix is 1e-5 off; row by row it is exact to 1e-7.
+            # On CPU one float32 sum over a full matrix is off by 1e-5; row by row it is exact to 1e-7.
             rows = [torch.linalg.vector_norm(g, dim=-1, dtype=torch.float32) for g in grads]
             total += torch.stack([r.double().square().sum() for r in rows]).sum().float()
         if self.world.mesh is not None:
@@ -312,16 +312,16 @@ class Trainer:
 
 
 FEW = 5  # updates: shorter runs learn little
-FEW_FROM_RANDOM, ENOUGH = 30, 100  # the same from random weights; enough for a small model
+FEW_FROM_RANDOM, ENOUGH = 30, 100  # the same for random weights; enough for a small model
 
 
 def set_step(trainer: Trainer, step: int, steps: int) -> None:
     """Set learning rate and random state of step `step` of `steps`; a resumed run repeats them."""
     trainer.lr.fill_(learning_rate(trainer.config.optim, step, steps))
-    # Equal along tp, where ranks drop the same values; tokens differ along cp, blocks along pp.
+    # Equal along tp, where ranks drop the same values; different along cp (tokens) and pp (blocks).
     world = trainer.world
-    own = world.data_rank + world.data_ranks * (world.at("cp") + world.along("cp") * world.at("pp"))
-    torch.manual_seed(trainer.config.seed * 1_000_003 + step * 1009 + own)
+    number = world.data_rank + world.data_ranks * (world.at("cp") + world.along("cp") * world.at("pp"))
+    torch.manual_seed(trainer.config.seed * 1_000_003 + step * 1009 + number)
 
 
 def loss(trainer: Trainer, batch: Batch) -> Tensor:
@@ -331,7 +331,7 @@ def loss(trainer: Trainer, batch: Batch) -> Tensor:
     shape = trainer.env.shape
     if shape is None or shape.experts is None:
         return total
-    load, sharing = trainer.model.load, trainer.world.along("cp")  # ranks that share these rows' tokens
+    load, sharing = trainer.model.load, trainer.world.along("cp")  # ranks that shard these rows' tokens
     assert isinstance(load, Tensor)
     load = trainer.world.sum_along("cp", load)
     for name, value in load_figures(load.detach()).items():
@@ -339,7 +339,7 @@ def loss(trainer: Trainer, batch: Batch) -> Tensor:
     if not (shape.experts.balance and torch.is_grad_enabled()):
         return total
     penalty = shape.experts.balance * batch.n_terms * balance_loss(load, shape.experts.active)
-    if sharing > 1:  # each has the whole value and a part of the gradient
+    if sharing > 1:  # each has the full value and a part of the gradient
         penalty = penalty + penalty.detach() * (1 / sharing - 1)
     return total + penalty
 
@@ -418,7 +418,7 @@ class RunPlan:
 
     @property
     def steps(self) -> Iterator[int]:
-        """Yield step numbers from 1; ends early, at the same step on all ranks, once they agreed to stop."""
+        """Yield step numbers from 1; end early, at the same step on all ranks, once they agreed to stop."""
         for n in range(self.done + 1, self.total + 1):
             if self.trainer.stop.complete:
                 return

@@ -1,8 +1,8 @@
 """Run a trainer's steps with DeepSpeed's engine: ZeRO, stages 1 to 3.
 
-The engine owns gradients and their reduction, float32 weights and states, and the update. It flattens the
-weights, and a rank's part of a flat tensor is no box of a weight. So checkpoints gather one tensor at a time, and each
-rank saves rows of it: files are like those of any other run, and resume under any mesh.
+The engine owns gradients and their reduction, float32 weights and states, and the update. It flattens the weights, and
+a rank's part of a flat tensor is not a box of a weight. So checkpoints gather one tensor at a time, and each rank saves
+rows of it: the files are like any other run's, and resume under any mesh.
 
 The engine's forward pass must be called, with the loss inside: stage 3 counts a window's micro-batches there. With
 direct calls of the modules only the last micro-batch's gradients would remain, without an error.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from optrush.trainer.checkpoint import Slice
 
 MOMENTS = {"mean": "exp_avg", "square": "exp_avg_sq"}  # our names of AdamW's states -> torch's
-COUNT = "count"  # of updates: torch's "step", one a flat tensor
+COUNT = "count"  # of updates: torch's "step", one per flat tensor
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class ZeroParam(TrainedParam):
     @property
     def _rows(self) -> tuple[int, int]:
         world, rows = self.engine.trainer.world, self.full_shape[0]
-        each = -(-rows // world.ranks)
-        return min(rows, world.rank * each), min(rows, (world.rank + 1) * each)
+        per_rank = -(-rows // world.ranks)
+        return min(rows, world.rank * per_rank), min(rows, (world.rank + 1) * per_rank)
 
 
 class LossModule(nn.Module):
@@ -94,42 +94,42 @@ def quiet() -> None:
 
 @dataclass(frozen=True)
 class ModuleByModule(Storage):
-    """Weights filled module by module, so that only one module at a time is whole or in float32."""
+    """Weights filled module by module, so that only one module at a time is unsharded or in float32."""
 
-    config: Mapping[str, Any] | None  # DeepSpeed's, to shard them (stage 3); None: ranks keep them whole
+    config: Mapping[str, Any] | None  # DeepSpeed's, to shard them (stage 3); None: replicated
     half: torch.dtype | None
     """The dtype for float32 weights. If a trained one loses precision, its values are kept on the host
     until the engine has float32 weights."""
 
     def materialise(self, trainer: Trainer) -> None:
-        """Allocate, fill and shard one module after another."""
+        """Allocate, fill and shard the modules one by one."""
         model, device = trainer.model, trainer.world.device
         names = {id(p): name for name, p in model.named_parameters()}  # the first of tied parameters
         for path, module in list(model.named_modules()):
             full = {n: f"{path}.{n}" if path else n for n, _ in module.named_parameters(recurse=False)}
-            own = [n for n, p in module.named_parameters(recurse=False) if names.get(id(p)) == full[n]]
-            if not own:
+            owned = [n for n, p in module.named_parameters(recurse=False) if names.get(id(p)) == full[n]]
+            if not owned:
                 continue  # tied: filled with its owner
             for p in module.parameters(recurse=False) if self.half is not None else ():
                 p.data = p.data.to(self.half)
             module.to_empty(device=device, recurse=False)
-            for n in own:
+            for n in owned:
                 _fill(trainer, full[n], module.get_parameter(n))
             if self.config is not None:
-                _partition([module.get_parameter(n) for n in own], self.config)
+                _partition([module.get_parameter(n) for n in owned], self.config)
         model.tie()
         model.restore_buffers(device)
 
 
 @torch.no_grad()
 def _fill(trainer: Trainer, name: str, p: nn.Parameter) -> None:
-    """Fill a whole parameter; store in its `LOST` the values that its dtype cannot represent."""
-    whole = (0,) * p.dim()
+    """Fill a full parameter; store in its `LOST` the values that its dtype cannot represent."""
+    start = (0,) * p.dim()
     if not p.requires_grad or p.dtype == torch.float32:
-        trainer.weight_map.fill(name, p.detach(), whole)
+        trainer.weight_map.fill(name, p.detach(), start)
         return
     exact = torch.empty_like(p, dtype=torch.float32)
-    trainer.weight_map.fill(name, exact, whole)
+    trainer.weight_map.fill(name, exact, start)
     p.copy_(exact)
     if not torch.equal(p.float(), exact):
         setattr(p, LOST, exact.cpu())
@@ -159,8 +159,8 @@ class Engine(Storage):
     reads_host = True
     rounding: Rounding = "nearest"
     adamw: torch.optim.AdamW
-    engine: Any  # deepspeed's
-    zero: Any  # deepspeed's optimizer
+    engine: Any  # DeepSpeed's engine
+    zero: Any  # DeepSpeed's optimizer
 
     def __init__(self, trainer: Trainer, config: Mapping[str, Any]) -> None:
         """config: DeepSpeed's."""
@@ -275,11 +275,11 @@ class Engine(Storage):
 
     def zero_grad(self) -> None:
         """Drop the gradients of a window without an update: the engine would add to them."""
-        # Partly summed ones are also in the engine's buckets and hooks.
+        # Partial sums are also in the engine's buckets and hooks.
         assert not self.open, "an aborted window cannot be repeated under deepspeed: resume from a checkpoint"
         self.zero.zero_grad(set_to_none=True)
         if self.stage < 3:
-            self.zero.micro_step_id = -1  # as after an update
+            self.zero.micro_step_id = -1  # the value after an update
             for kept in (self.zero.all_grad_tensors, self.zero.averaged_gradients):
                 kept.update(dict.fromkeys(kept))
 
@@ -288,35 +288,35 @@ class Engine(Storage):
         raise AssertionError("deepspeed updates all weights at once, from its own gradients")
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the states by canonical name and state's name, on the meta device, as `ZeroParam.local`."""
-        found = {}
+        """Return the states by canonical name and state name, on the meta device, like `ZeroParam.local`."""
+        states = {}
         for t in self.trained:
-            one = torch.empty((), dtype=torch.float32, device="meta")
-            found[t.name] = {**dict.fromkeys(MOMENTS, t.local), COUNT: one}
-        return found
+            count = torch.empty((), dtype=torch.float32, device="meta")
+            states[t.name] = {**dict.fromkeys(MOMENTS, t.local), COUNT: count}
+        return states
 
-    # The engine's tensors, whole, one at a time.
+    # The engine's tensors, gathered one at a time.
 
     def read_whole(self, t: ZeroParam, state: str | None = None) -> Tensor:
-        """Return the float32 values or a state of a parameter, whole, on the device; every rank calls it."""
+        """Return the full float32 values or a state of a parameter, on the device; every rank calls it."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         if state is None:
-            found = safe_get_full_fp32_param(t.parameter)
+            values = safe_get_full_fp32_param(t.parameter)
         elif state == COUNT:
-            found = self.adamw.state[self._flat()[0]]["step"].clone()
+            values = self.adamw.state[self._flat()[0]]["step"].clone()
         else:
-            found = safe_get_full_optimizer_state(t.parameter, MOMENTS[state])
-        assert isinstance(found, Tensor), f"{t.name} is trained"
-        return found.detach()
+            values = safe_get_full_optimizer_state(t.parameter, MOMENTS[state])
+        assert isinstance(values, Tensor), f"{t.name} is trained"
+        return values.detach()
 
     def read_gradient(self, t: ZeroParam) -> Tensor:
-        """Return the gradient of a parameter, whole, between a window and its update; every rank calls it."""
+        """Return the full gradient of a parameter, between a window and its update; every rank calls it."""
         from deepspeed.utils import safe_get_full_grad
 
-        found = safe_get_full_grad(t.parameter) if self.stage == 3 else t.parameter.get_full_hp_grad()  # type: ignore[attr-defined]
-        assert isinstance(found, Tensor), f"{t.name} is trained"
-        return found.detach().float()
+        gradient = safe_get_full_grad(t.parameter) if self.stage == 3 else t.parameter.get_full_hp_grad()  # type: ignore[attr-defined]
+        assert isinstance(gradient, Tensor), f"{t.name} is trained"
+        return gradient.detach().float()
 
     @torch.no_grad()
     def write(self, t: ZeroParam, state: str | None, whole: Tensor) -> None:
@@ -348,15 +348,15 @@ class Engine(Storage):
         safe_set_local_fp32_param(p, part)
         p.ds_tensor.data.copy_(part)
         p.ds_secondary_tensor = None  # rebuilt from the first at the next gather
-        if p.data.numel() == whole.numel():  # small ones are whole on every rank
+        if p.data.numel() == whole.numel():  # small ones are replicated
             p.data.copy_(whole)
 
-    def _part(self, p: Any, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole parameter, padded by the engine to equal parts."""
-        each, flat = p.ds_tensor.numel(), whole.flatten()
-        first = min(len(flat), each * self.trainer.world.rank)
-        part = flat[first : first + each]
-        return torch.cat((part, part.new_zeros(each - len(part))))
+    def _part(self, p: Any, full: Tensor) -> Tensor:
+        """Return this rank's part of a full parameter, padded by the engine to equal parts."""
+        size, flat = p.ds_tensor.numel(), full.flatten()
+        first = min(len(flat), size * self.trainer.world.rank)
+        part = flat[first : first + size]
+        return torch.cat((part, part.new_zeros(size - len(part))))
 
     # Checkpoints and exports.
 
@@ -365,16 +365,16 @@ class Engine(Storage):
         return [replace(s, local=self._read_rows(s)) for s in mine]
 
     def _read_rows(self, s: Slice) -> Tensor:
-        whole = self.read_whole(*self._named(s.name))
+        full = self.read_whole(*self._named(s.name))
         box = tuple(slice(first, first + n) for first, n in zip(s.offset, s.shape, strict=True))
-        return whole[box].to("cpu", copy=True)
+        return full[box].to("cpu", copy=True)
 
     @contextmanager
     def filling(self, s: Slice) -> Iterator[Slice]:
-        """Yield a slice's whole tensor, on the host, for a checkpoint to fill; keep this rank's part."""
-        whole = torch.empty(s.whole, dtype=s.local.dtype)
-        yield replace(s, local=whole, offset=(0,) * len(s.whole))
-        self.write(*self._named(s.name), whole)
+        """Yield a slice's full tensor, on the host, for a checkpoint to fill; keep this rank's part."""
+        full = torch.empty(s.whole, dtype=s.local.dtype)
+        yield replace(s, local=full, offset=(0,) * len(s.whole))
+        self.write(*self._named(s.name), full)
 
     def _named(self, name: str) -> tuple[ZeroParam, str | None]:
         """Return the parameter of a checkpoint's tensor, and the name of the state if it is one."""
@@ -386,12 +386,12 @@ class Engine(Storage):
 
     @contextmanager
     def gathered(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Context manager with whole parameters, trained ones in float32; every rank calls it."""
+        """Context manager with full parameters, trained ones in float32; every rank calls it."""
         from deepspeed import zero
 
-        found = list(dict.fromkeys(parameters))
-        trained = [p for p in found if id(p) in self.by_id]
-        frozen = [p for p in found if id(p) not in self.by_id]
+        distinct = list(dict.fromkeys(parameters))
+        trained = [p for p in distinct if id(p) in self.by_id]
+        frozen = [p for p in distinct if id(p) not in self.by_id]
         with zero.GatheredParameters(frozen, enabled=self.stage == 3 and bool(frozen)):
             kept = [p.data for p in trained]
             for p in trained:
