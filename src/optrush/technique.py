@@ -12,8 +12,10 @@ import enum
 import hashlib
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib import metadata
@@ -706,9 +708,20 @@ def _version(name: str, read: Callable[[str], str]) -> str | None:
 def missing(technique: Technique) -> Iterator[Requirement]:
     """Yield packages that a technique calls and that are not installed. Not in `needs`: plans are for any machine."""
     for distribution, extra in technique.packages():
-        if library(distribution) is None:
-            found, do = f"the package {distribution} is not installed", f"python -m pip install 'optrush[{extra}]'"
-            yield Requirement(False, f"`{technique.name}` as asked", found, do)
+        lacking = next((name for name in _requirements(distribution) if library(name) is None), None)
+        if library(distribution) is None or lacking:
+            found = f"installed without {lacking}, which it needs" if lacking else "not installed"
+            do = f"python -m pip install 'optrush[{extra}]'"
+            yield Requirement(False, f"`{technique.name}` as asked", f"the package {distribution} is {found}", do)
+
+
+@cache
+def _requirements(distribution: str) -> tuple[str, ...]:
+    """Return the packages that a distribution needs on every machine; none where it is not installed."""
+    listed: Sequence[str] = ()
+    with suppress(metadata.PackageNotFoundError):
+        listed = metadata.requires(distribution) or ()
+    return tuple(re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in listed if ";" not in line)
 
 
 # --- Compilers on this machine: checked in a stage, not in `needs`, because a plan may be for another machine.
