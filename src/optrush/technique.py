@@ -710,18 +710,16 @@ def missing(technique: Technique) -> Iterator[Requirement]:
     for distribution, extra in technique.packages():
         lacking = next((name for name in _requirements(distribution) if library(name) is None), None)
         if library(distribution) is None or lacking:
-            found = f"installed without {lacking}, which it needs" if lacking else "not installed"
-            do = f"python -m pip install 'optrush[{extra}]'"
-            yield Requirement(False, f"`{technique.name}` as asked", f"the package {distribution} is {found}", do)
+            found = f"the package {distribution} is " + (f"installed without {lacking}" if lacking else "not installed")
+            yield Requirement(False, f"`{technique.name}` as asked", found, f"python -m pip install 'optrush[{extra}]'")
 
 
 @cache
 def _requirements(distribution: str) -> tuple[str, ...]:
     """Return the packages that a distribution needs on every machine; none where it is not installed."""
-    listed: Sequence[str] = ()
     with suppress(metadata.PackageNotFoundError):
-        listed = metadata.requires(distribution) or ()
-    return tuple(re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in listed if ";" not in line)
+        return tuple(re.split(r"[^\w.-]", each)[0] for each in metadata.requires(distribution) or () if ";" not in each)
+    return ()
 
 
 # --- Compilers on this machine: checked in a stage, not in `needs`, because a plan may be for another machine.
