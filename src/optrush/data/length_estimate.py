@@ -27,7 +27,7 @@ CHARS_A_TOKEN = 4.0  # for English, without a tokenizer; the usual rule of thumb
 TOKENS_A_TURN = 5  # added by a template: two marks, the role and two newlines
 PROBED = 40  # rows used to measure characters per token
 RANDOM, SAMPLES = 4096, 1000  # documents of `data.random: true`; conversations of a built-in sample
-FEW = 20  # rows per file searched for images
+FEW = 200  # rows per file searched for images
 MOST_BYTES = 256 << 20  # read to count lines
 
 
