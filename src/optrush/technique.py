@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib import metadata
@@ -403,8 +402,9 @@ class Edit:
 
     @classmethod
     def of(cls, stage: str, technique: Technique, count: int) -> Edit:
-        """Includes active options and defaults, such as the chosen kernel."""
-        chosen = (f"{name}={value}" for name, value in vars(technique).items() if value not in (None, False, (), {}))
+        """Includes active options, defaults among them, and options that were turned off."""
+        given = {f.name: f.default for f in dataclasses.fields(technique)}  # type: ignore[arg-type]
+        chosen = (f"{name}={value}" for name, value in vars(technique).items() if value or value != given[name])
         return cls(stage, technique.name, count, ", ".join(chosen))
 
     def __str__(self) -> str:
@@ -694,11 +694,12 @@ def rows_of_batch(config: Config, ranks: int, each: int = 1) -> tuple[int, int]:
 
 def library(name: str) -> str | None:
     """Version of an installed distribution, or None; does not import it."""
-    return _version(name, metadata.version)
+    version: str | None = _metadata(name, metadata.version)
+    return version
 
 
 @cache  # a search asks hundreds of times, and a distribution's metadata is a file
-def _version(name: str, read: Callable[[str], str]) -> str | None:
+def _metadata(name: str, read: Callable[[str], Any]) -> Any:
     try:
         return read(name)
     except metadata.PackageNotFoundError:
@@ -708,18 +709,12 @@ def _version(name: str, read: Callable[[str], str]) -> str | None:
 def missing(technique: Technique) -> Iterator[Requirement]:
     """Yield packages that a technique calls and that are not installed. Not in `needs`: plans are for any machine."""
     for distribution, extra in technique.packages():
-        lacking = next((name for name in _requirements(distribution) if library(name) is None), None)
+        needs = (need for need in _metadata(distribution, metadata.requires) or () if ";" not in need)
+        names = (re.split(r"[^\w.-]", need)[0] for need in needs)
+        lacking = next((name for name in names if library(name) is None), None)
         if library(distribution) is None or lacking:
             found = f"the package {distribution} is " + (f"installed without {lacking}" if lacking else "not installed")
             yield Requirement(False, f"`{technique.name}` as asked", found, f"python -m pip install 'optrush[{extra}]'")
-
-
-@cache
-def _requirements(distribution: str) -> tuple[str, ...]:
-    """Return the packages that a distribution needs on every machine; none where it is not installed."""
-    with suppress(metadata.PackageNotFoundError):
-        return tuple(re.split(r"[^\w.-]", each)[0] for each in metadata.requires(distribution) or () if ";" not in each)
-    return ()
 
 
 # --- Compilers on this machine: checked in a stage, not in `needs`, because a plan may be for another machine.

@@ -12,6 +12,8 @@ from optrush import hardware
 from optrush.config import Config, dump_config
 from optrush.decide import as_begun, changed, decide
 from optrush.errors import ConfigError, NeedsError, UserError
+from optrush.technique import Edit, instantiate
+from optrush.techniques import ALL
 
 H100 = hardware.NAMED["h100"]
 
@@ -96,3 +98,12 @@ def test_nothing_fits_and_what_would_is_named() -> None:
             device=hardware.NAMED["4090"],
         )
     assert "write `" in refused.value.do and "which takes" in refused.value.do
+
+
+@pytest.mark.parametrize(("name", "options", "listed"), [
+    ("offload-activations", {"keep": 0}, "keep=0"), ("nf4", {"double": False}, "double=False"),
+    ("nf4", {}, "double=True"), ("lora", {}, "rank=16"),
+])  # fmt: skip
+def test_a_change_lists_what_is_on_and_what_was_turned_off(name: str, options: dict[str, Any], listed: str) -> None:
+    text = Edit.of("config", instantiate(ALL, {name: options})[0], 1).options
+    assert listed in text.split(", ") and "dropout" not in text

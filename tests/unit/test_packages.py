@@ -22,8 +22,7 @@ def test_a_package_without_one_that_it_needs(
         f"Metadata-Version: 2.1\nName: quack-kernels\nVersion: 9\nRequires-Dist: {needed}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    technique._version.cache_clear()
-    technique._requirements.cache_clear()
+    technique._metadata.cache_clear()
     try:
         if "nowhere" not in needed:
             return refuse_unmet(missing(FusedLoss(impl="quack")))
@@ -32,5 +31,4 @@ def test_a_package_without_one_that_it_needs(
         assert caught.value.found == "the package quack-kernels is installed without nvidia-of-nowhere"
         assert caught.value.do == "python -m pip install 'optrush[kernels]'"
     finally:
-        technique._version.cache_clear()
-        technique._requirements.cache_clear()
+        technique._metadata.cache_clear()
