@@ -12,7 +12,6 @@ import enum
 import hashlib
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -694,12 +693,11 @@ def rows_of_batch(config: Config, ranks: int, each: int = 1) -> tuple[int, int]:
 
 def library(name: str) -> str | None:
     """Version of an installed distribution, or None; does not import it."""
-    version: str | None = _metadata(name, metadata.version)
-    return version
+    return _version(name, metadata.version)
 
 
 @cache  # a search asks hundreds of times, and a distribution's metadata is a file
-def _metadata(name: str, read: Callable[[str], Any]) -> Any:
+def _version(name: str, read: Callable[[str], str]) -> str | None:
     try:
         return read(name)
     except metadata.PackageNotFoundError:
@@ -709,12 +707,9 @@ def _metadata(name: str, read: Callable[[str], Any]) -> Any:
 def missing(technique: Technique) -> Iterator[Requirement]:
     """Yield packages that a technique calls and that are not installed. Not in `needs`: plans are for any machine."""
     for distribution, extra in technique.packages():
-        needs = (need for need in _metadata(distribution, metadata.requires) or () if ";" not in need)
-        names = (re.split(r"[^\w.-]", need)[0] for need in needs)
-        lacking = next((name for name in names if library(name) is None), None)
-        if library(distribution) is None or lacking:
-            found = f"the package {distribution} is " + (f"installed without {lacking}" if lacking else "not installed")
-            yield Requirement(False, f"`{technique.name}` as asked", found, f"python -m pip install 'optrush[{extra}]'")
+        if library(distribution) is None:
+            found, do = f"the package {distribution} is not installed", f"python -m pip install 'optrush[{extra}]'"
+            yield Requirement(False, f"`{technique.name}` as asked", found, do)
 
 
 # --- Compilers on this machine: checked in a stage, not in `needs`, because a plan may be for another machine.
