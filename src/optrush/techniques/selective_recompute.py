@@ -20,14 +20,15 @@ ATTENTION = (
     "aten::_scaled_dot_product_", "aten::_flash_attention_forward", "aten::_efficient_attention_forward",
     "torch_attn::_varlen_attn", "optrush::flash4",
 )  # fmt: skip
+RECEIVED = "_c10d_functional::wait_tensor"  # the output of a collective in a compiled block
 
 
 @dataclass(frozen=True)
 class SelectiveRecompute(Technique):
     """Saves the outputs of chosen operators, or as much as a budget allows; recomputes the rest.
 
-    ops `products` (the default): outputs of matmuls and attention kernels are saved; norms, rotation, activation and
-        gating run again.
+    ops `products` (the default): outputs of matmuls and attention kernels are saved, in compiled blocks under `tensor`
+        also those of its collectives; norms, rotation, activation and gating run again.
     ops `attention`: outputs of attention kernels are saved, matmuls run again too.
     budget: the share of their activations that compiled blocks keep; torch's partitioner chooses what to recompute.
 
@@ -83,10 +84,11 @@ class SelectiveRecompute(Technique):
             yield live(tagged("saved", no=("attention-output",), but="saved.arriving"), why, recomputed=1.0)
             yield live(tagged("forward", no=("attention", "scores"), but="forward.down"), again, times=2)
         else:
-            yield live(tagged("saved", no=("attention-output", "product-output")), why, recomputed=1.0)
-            yield from _cheap_again(env, again)
+            kept = "saved.normed" if _keeps_received(env) else ""
+            yield live(tagged("saved", no=("attention-output", "product-output"), but=kept), why, recomputed=1.0)
+            yield from _cheap_again(env, again, exchanged=_keeps_received(env))
             yield live("forward.launches", again, times=1.5)
-            if Part.TP in env.claimed:
+            if Part.TP in env.claimed and not _keeps_received(env):
                 kept = "output of attention's last matmul for all tokens, saved before the ranks sum it"
                 yield live("saved.middle", kept, gone=True)
                 stream = "saved.middle" if env.shape is None else env.shape.stream_line
@@ -111,7 +113,8 @@ class SelectiveRecompute(Technique):
         from torch.utils.checkpoint import checkpoint
 
         blocks, through = trainer.model.blocks, trainer.model.block_call
-        contexts = _kept(_products(blocks.values()) if self.ops != "attention" else 0)
+        of_matmuls = self.ops != "attention"
+        contexts = _kept(_products(blocks.values()) if of_matmuls else 0, of_matmuls and _keeps_received(trainer.env))
         for block in blocks.values():
             block.keeps_outputs = True  # type: ignore[assignment]  # not among what autograd saves, unless compiled
 
@@ -187,18 +190,23 @@ def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
     if all_three + shape.width > room:  # for what the feed-forward part adds to, too
         for line in ("saved.middle", "saved.middle.wide"):
             yield live(line, why, recomputed=1.0)
-    yield from _cheap_again(env, "elementwise operators run twice")
+    yield from _cheap_again(env, "elementwise operators run twice", exchanged=False)
     for name, (_, _, work) in outputs.items():
         if name not in kept:
             yield live(f"saved.{name}", "does not fit into the budget whole", recomputed=1.0)
             yield live(f"forward.{work}", "runs twice", times=2)
 
 
-def _cheap_again(env: Environment, why: str) -> Iterator[Rule]:
-    """Yield that all runs again but products and attention."""
+def _cheap_again(env: Environment, why: str, exchanged: bool) -> Iterator[Rule]:
+    """Yield that all runs again but products and attention; `exchanged`: and but communication."""
     yield live(tagged("forward", "elementwise"), why, times=2)
-    if env.claimed & {Part.TP, Part.CP}:
+    if env.claimed & {Part.TP, Part.CP} and not exchanged:
         yield live(tagged("forward", "exchange"), "communication around saved matmuls is repeated", times=2)
+
+
+def _keeps_received(env: Environment) -> bool:
+    """Return whether outputs of collectives are kept: compiled tensor parallelism would wait for each of them again."""
+    return Part.TP in env.claimed and Part.COMPILED in env.claimed
 
 
 def _products(blocks: Any) -> float:
@@ -209,8 +217,12 @@ def _products(blocks: Any) -> float:
     return count - 1 if count else math.inf
 
 
-def _kept(products: float) -> Callable[[], Any]:
-    """Return a checkpoint's `context_fn`, which saves the first `products` matmuls and all attention."""
+def _kept(products: float, received: bool = False) -> Callable[[], Any]:
+    """Return a checkpoint's `context_fn`, which saves the first `products` matmuls and all attention.
+
+    Args:
+        received: also save the outputs of collectives.
+    """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     class Policy:
@@ -224,6 +236,7 @@ def _kept(products: float) -> Callable[[], Any]:
             if product := name.startswith(PRODUCTS) or name == WITH_GATE:
                 self.seen[ctx.is_recompute] += 1
             keep = name.startswith(ATTENTION) or (product and self.seen[ctx.is_recompute] <= products)
+            keep |= received and name == RECEIVED
             return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     def contexts() -> Any:
