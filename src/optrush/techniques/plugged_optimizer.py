@@ -1,4 +1,4 @@
-"""An optimizer of other people: a class of torch.optim, of a file, or of a package."""
+"""A user's optimizer: a class of torch.optim, of a file, or of a package."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PluggedOptimizer(Technique):
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)
     claims = frozenset({Part.OPTIMIZER})
-    searched = False  # another path of the weights
+    searched = False  # changes the weights
     sample = {"use": "torch.optim:Adagrad", "states": 1.0}  # noqa: RUF012
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
