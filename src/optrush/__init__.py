@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = ["Callback", "Config", "Plan", "Sampling", "bench", "evaluate", "export", "generate", "plan", "train", "tune"]
 
-_PLACES = {"Config": "config", "Sampling": "config"}  # else `api`
+_PLACES = {"Config": "config", "Sampling": "config"}  # others: `api`
 
 
 def __getattr__(name: str) -> Any:
