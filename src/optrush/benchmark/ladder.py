@@ -241,7 +241,7 @@ def _check_lengths(ladder: Ladder) -> None:
             raise ConfigError(place, f"`{lengths[0]}` is set too", "remove it: one row of each length is tried")
     for key in ladder.base.set_:
         decided = LADDER_KEYS if ladder.quality is None else ("with", "output")
-        if any(key == own or key.startswith(f"{own}.") for own in decided):
+        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in decided):
             place = f"{ladder.at('base', 'set', key)}: `{key}`"
             raise ConfigError(place, "the ladder decides it", "remove it; techniques go under `with:`")
 
@@ -384,15 +384,15 @@ def resolve_rungs(
         if ladder.quality is not None and entry.from_ is None and i:
             since = ladder.rungs[0].name
         before = resolved[since].config if since else start
-        own = _apply(ladder, before, entry, ("rungs", i), classes)
+        run = _apply(ladder, before, entry, ("rungs", i), classes)
         peer = _peer(ladder, entry, i)
         ranks = entry.ranks or (resolved[since].ranks if since else 1)
-        changes = changes_since(resolved[since], own, ranks, entry.env, peer) if since else "the baseline"
+        changes = changes_since(resolved[since], run, ranks, entry.env, peer) if since else "the baseline"
         if peer is not None:
-            own = changed(own, {"with": {}})
+            run = changed(run, {"with": {}})
         name = entry.case or ladder.case
-        case = case_of(own) if name is None else name.format(size=model_size(own), seq=own.batch.seq)
-        resolved[entry.name] = Rung(entry.name, "cumulative", since, own, changes, case, ranks, entry.env, peer)
+        case = case_of(run) if name is None else name.format(size=model_size(run), seq=run.batch.seq)
+        resolved[entry.name] = Rung(entry.name, "cumulative", since, run, changes, case, ranks, entry.env, peer)
         last = last if peer is not None else resolved[entry.name]
     assert last is not None, "the first rung is our own"
     if ladder.all_but_one and ladder.quality is None and not cumulative_only:
@@ -473,8 +473,8 @@ def differences(before: Config, after: Config) -> str:
                 if old[name].get(k) != options.get(k)
             ]
             texts.append(f"{name}: {', '.join(pairs)}")
-    one, other = flat_values(before), flat_values(after)
-    texts += [f"{k} {one.get(k)} -> {other.get(k)}" for k in _changed(one, other)]
+    first, second = flat_values(before), flat_values(after)
+    texts += [f"{k} {first.get(k)} -> {second.get(k)}" for k in _changed(first, second)]
     return ", ".join(texts) or "nothing"
 
 
@@ -484,8 +484,8 @@ def only_load(before: Config, after: Config) -> bool:
     return before.with_ == after.with_ and bool(changed) and set(changed) <= set(LOAD_KEYS)
 
 
-def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    return [k for k in {**one, **other} if one.get(k) != other.get(k)]
+def _changed(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    return [k for k in {**first, **second} if first.get(k) != second.get(k)]
 
 
 def flat_values(config: Config) -> dict[str, Any]:

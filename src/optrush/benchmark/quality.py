@@ -59,24 +59,24 @@ def variances(values: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, i
     """
     table = np.array(list(values.values()), dtype=float)
     distances, freedom = table - table.mean(1, keepdims=True), table.shape[1] - 1
-    own, steady = np.zeros(0), np.ones(len(table), dtype=bool)
+    each, steady = np.zeros(0), np.ones(len(table), dtype=bool)
     for _ in range(2):  # a seed's effect is the mean over the steady rungs, known after the first pass
-        own = ((distances - distances[steady].mean(0)) ** 2).sum(1) / freedom
-        steady = own <= UNSTEADY * np.median(own) if steady.all() else steady
+        each = ((distances - distances[steady].mean(0)) ** 2).sum(1) / freedom
+        steady = each <= UNSTEADY * np.median(each) if steady.all() else steady
     others = int(steady.sum()) - 1
-    pooled = float(own[steady].sum()) / others, others * freedom
-    found = zip(values, own, steady, strict=True)
-    return {name: pooled if is_steady else (float(v), freedom) for name, v, is_steady in found}
+    pooled = float(each[steady].sum()) / others, others * freedom
+    rows = zip(values, each, steady, strict=True)
+    return {name: pooled if is_steady else (float(v), freedom) for name, v, is_steady in rows}
 
 
 def compare(values: Mapping[str, Sequence[float]], rung: str, since: str) -> tuple[float, float | None, float | None]:
     """Return the difference of two rungs' means, its spread and its margin; None: one seed has neither."""
-    one, other = values[rung], values[since]
-    difference = statistics.fmean(one) - statistics.fmean(other)
-    if len(one) < 2:
+    rung_values, base = values[rung], values[since]
+    difference = statistics.fmean(rung_values) - statistics.fmean(base)
+    if len(rung_values) < 2:
         return difference, None, None
     known = variances(values)
-    spread = math.sqrt((known[rung][0] + known[since][0]) / len(one))
+    spread = math.sqrt((known[rung][0] + known[since][0]) / len(rung_values))
     return difference, spread, student(min(known[rung][1], known[since][1])) * spread
 
 
@@ -207,9 +207,9 @@ class QualityState(BenchState):
         if (failed := super().error(rung)) or not results:
             return failed
         first = next(r.name for r in self.rungs if self.results.get(r.name) and not super(QualityState, self).error(r))
-        for own, other in ((r["eval_targets"], s["eval_targets"]) for r, s in zip(results, self.results[first])):
-            if own != other:
-                return f"{own:,} held-out target tokens, `{first}` has {other:,}: the losses cannot be compared"
+        for counted, expected in ((r["eval_targets"], s["eval_targets"]) for r, s in zip(results, self.results[first])):
+            if counted != expected:
+                return f"{counted:,} held-out target tokens, `{first}` has {expected:,}: the losses cannot be compared"
         return None
 
     def all_records(self) -> Sequence[QualityRecord]:
@@ -217,7 +217,7 @@ class QualityState(BenchState):
         tried = [r for r in self.rungs if r.name in self.results or r.name in self.refused]
         sound = {r.name: self.results[r.name] for r in tried if self.error(r) is None}
         seeds = min(map(len, sound.values()), default=0)
-        return [self._record(r, {name: found[:seeds] for name, found in sound.items()}) for r in tried]
+        return [self._record(r, {name: figures[:seeds] for name, figures in sound.items()}) for r in tried]
 
     def _record(self, rung: Rung, sound: Mapping[str, Sequence[Mapping[str, Any]]]) -> QualityRecord:
         """Build the record of a rung; `sound`: the results of all rungs that have figures."""
@@ -225,22 +225,22 @@ class QualityState(BenchState):
         common |= {key: plan[key] for key in ("predicted_tokens_per_s", "predicted_peak_bytes")}
         if rung.name not in sound:
             return QualityRecord(**common, since=rung.since, verdict="failed", error=self.error(rung))
-        own, since = sound[rung.name], self._compared(rung, sound)
+        runs, since = sound[rung.name], self._compared(rung, sound)
         if since is not None and since != rung.since:
             other = next(r for r in self.rungs if r.name == since)
             common["changes"] = changes_since(other, rung.config, rung.ranks, rung.env)
-        values = {key: [r[key] for r in own] for key in ("held_out", "evals", "eval_targets")}
-        alone = [r for r in own if not r.get("beside")] or own  # the others shared their GPU
+        values = {key: [r[key] for r in runs] for key in ("held_out", "evals", "eval_targets")}
+        alone = [r for r in runs if not r.get("beside")] or runs  # the others shared their GPU
         medians = {key: statistics.median(r[key] for r in alone) for key in ("start_s", "seconds")}
         figures: dict[str, Any] = {
-            **values, **medians, "seeds": [rung.config.seed + n for n in range(len(own))],
+            **values, **medians, "seeds": [rung.config.seed + n for n in range(len(runs))],
             "loss": statistics.fmean(values["held_out"]),
             "tokens_per_s": statistics.median(statistics.median(r["tokens_per_s"]) for r in alone),
-            "peak_bytes": max(r["peak_bytes"] for r in own), "memory_kind": own[0]["memory_kind"],
+            "peak_bytes": max(r["peak_bytes"] for r in runs), "memory_kind": runs[0]["memory_kind"],
         }  # fmt: skip
-        if scored := "score" in own[0]:
-            scores = [r["score"] for r in own]
-            figures |= {"scores": scores, "score": statistics.fmean(scores), "samples": own[0]["samples"]}
+        if scored := "score" in runs[0]:
+            scores = [r["score"] for r in runs]
+            figures |= {"scores": scores, "score": statistics.fmean(scores), "samples": runs[0]["samples"]}
         if since is None:
             return QualityRecord(**common, **figures, since=None, verdict="first")
         names = ("difference", "spread", "margin")

@@ -139,10 +139,10 @@ def tolerances(before: Config, after: Config, classes: Sequence[type[Technique]]
         return DIFFERENT
     claims = [[t.claims for t in instantiate(classes, config.with_)] for config in (before, after)]
     lower = any(config.model.dtype != "float32" for config in (before, after))
-    lower = lower or any(Part.PRECISION in own for each in claims for own in each)
-    adapted = all(any(Part.ADAPTERS in own for own in each) for each in claims)
-    one, other = (_described(config, classes).adds_unrounded for config in (before, after))
-    return FLOAT32 if not lower else ADAPTED if adapted and one != other else LOWER
+    lower = lower or any(Part.PRECISION in claimed for each in claims for claimed in each)
+    adapted = all(any(Part.ADAPTERS in claimed for claimed in each) for each in claims)
+    first, second = (_described(config, classes).adds_unrounded for config in (before, after))
+    return FLOAT32 if not lower else ADAPTED if adapted and first != second else LOWER
 
 
 def _described(config: Config, classes: Sequence[type[Technique]]) -> ModelSpec:

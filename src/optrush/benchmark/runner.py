@@ -113,8 +113,8 @@ class PlannedRung(NamedTuple):
 def print_table(found: Sequence[Record | QualityRecord]) -> None:
     """Print each rung's figures, the ratio to its reference rung, and the reasons if it is red."""
     records = [r for r in found if isinstance(r, Record)]
-    if whole := [r for r in found if isinstance(r, QualityRecord)]:
-        return print_quality(whole)
+    if run_records := [r for r in found if isinstance(r, QualityRecord)]:
+        return print_quality(run_records)
     table = Table(box=None, pad_edge=False)
     table.add_column("rung")
     loose = any(r.fill is not None and r.fill < FULL for r in records)
@@ -312,9 +312,9 @@ def _refuse(state: BenchState, board: ProgressBoard) -> None:
                 state.refused[rung.name] = str(error)
         rungs.append(rung)
     state.rungs = rungs
-    for found in dict.fromkeys(state.absent.values()):
-        names = ", ".join(f"`{name}`" for name, why in state.absent.items() if why == found)
-        board.log(f"skipped ({found}): {names}")
+    for absence in dict.fromkeys(state.absent.values()):
+        names = ", ".join(f"`{name}`" for name, reason in state.absent.items() if reason == absence)
+        board.log(f"skipped ({absence}): {names}")
 
 
 class _TooFew(NeedsError):
@@ -496,8 +496,8 @@ def _whole_run(
     ask = {"run": run, "ranks": rung.ranks, "env": {**environment, **rung.env}}
     result = run_worker({**ask, "began": time.time()}, time_limit(state), module="optrush.benchmark.quality")
     if "error" not in result and request["score"] is not None:
-        asked = {"run": run, "samples": request["samples"], "env": ask["env"]}
-        scored = run_worker(asked, time_limit(state), module="optrush.benchmark.quality")
+        scoring = {"run": run, "samples": request["samples"], "env": ask["env"]}
+        scored = run_worker(scoring, time_limit(state), module="optrush.benchmark.quality")
         result |= {key: value for key, value in scored.items() if key != "seconds"}
     for name in ("checkpoints", "model", "adapter"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -562,15 +562,15 @@ def run_worker(
         request_path.write_text(json.dumps({**request, "parent": os.getpid()}))
         results = [folder / ("result.json" if rank == 0 else f"result-{rank}.json") for rank in range(ranks)]
         logs = [folder / f"stderr-{rank}" for rank in range(ranks)]
-        environments = [environment] if ranks == 1 else [{**environment, **own} for own in rank_environments(ranks)]
+        environments = [environment] if ranks == 1 else [{**environment, **env} for env in rank_environments(ranks)]
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            for own, result_path, log in zip(environments, results, logs, strict=True):
+            for env, result_path, log in zip(environments, results, logs, strict=True):
                 with log.open("wb") as stderr:
                     processes.append(
                         subprocess.Popen(
                             [*command, str(request_path), str(result_path)],
-                            stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True, env=own,
+                            stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True, env=env,
                         )
                     )  # fmt: skip
             codes = _exit_codes(processes, limit_s)

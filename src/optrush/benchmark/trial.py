@@ -82,8 +82,8 @@ class States:
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         states = self.trainer.optimizer.state()
-        found = [(f"param/{t.name}", t.local) for t in self.trainer.trained]
-        return found + [(f"state/{kind}/{n}", s) for n, by_kind in states.items() for kind, s in by_kind.items()]
+        tensors = [(f"param/{t.name}", t.local) for t in self.trainer.trained]
+        return tensors + [(f"state/{kind}/{n}", s) for n, by_kind in states.items() for kind, s in by_kind.items()]
 
     def save(self, name: str) -> None:
         """Store the trainer's current state."""
@@ -198,8 +198,8 @@ def race(
             for other in sorted(losses, key=lambda r: losses[r])[len(alive) // 2 :]:
                 forget(other)
         alive, done = sorted(alive, key=lambda r: losses[r])[: len(alive) // 2], stop
-    best = next(one for one in reversed(legs) if one["rate"] == alive[0])
-    return [*(one for one in legs if one is not best), best]
+    best = next(run for run in reversed(legs) if run["rate"] == alive[0])
+    return [*(run for run in legs if run is not best), best]
 
 
 def rate_race(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: float, states: States) -> dict[str, Any]:

@@ -83,10 +83,10 @@ class TuneState(BenchState):
 
     def _near(self) -> set[str]:
         """Return the rungs that may be the fastest, and the configuration as it is."""
-        found = {r.rung: r for r in self.records()}
-        speeds = {name: r.tokens_per_s for name, r in found.items() if r.tokens_per_s and not wrong_or_failed(r)}
+        measured = {r.rung: r for r in self.records()}
+        speeds = {name: r.tokens_per_s for name, r in measured.items() if r.tokens_per_s and not wrong_or_failed(r)}
         best = max((v for name, v in speeds.items() if name != BASELINE), default=0.0)
-        untried = {rung.name for rung in self.rungs if rung.name not in found}
+        untried = {rung.name for rung in self.rungs if rung.name not in measured}
         return {name for name, v in speeds.items() if v >= NEAR * best} | untried | {AS_IT_IS}
 
     def expected_s(self, rung: Rung) -> float:
@@ -265,20 +265,20 @@ def plan_rungs(config: Config, ranks: int = 1) -> tuple[list[Rung], tuple[str, .
     """
     refuse_sampled(config, "`optrush tune`")
     kept = kept_techniques(config)
-    found = search.search(
+    searched = search.search(
         config, keep_maths=True, best=BEST, ranks=ranks, whole=False, here=True, rough=True, keep=kept
     )
-    own = _setting(config)
-    settings = [one for s in found.settings if _setting(one := with_setting(config, s)) != own]
-    slowest = max((s.prediction.step_s or 0.0 for s in found.settings), default=0.0)
+    current = _setting(config)
+    settings = [candidate for s in searched.settings if _setting(candidate := with_setting(config, s)) != current]
+    slowest = max((s.prediction.step_s or 0.0 for s in searched.settings), default=0.0)
     share_s = MEASURED_S / (REPEATS * (len(settings) + 1))
     steps = min(MOST, max(FEWEST, round(share_s / slowest))) if slowest else FEWEST
     rungs: list[_Given] = [(f"setting {n}", AS_IT_IS, ranks, _timed(s, steps)) for n, s in enumerate(settings, 1)]
     plain = changed(config, {"with": kept, "batch.micro_tokens": config.batch.seq})
-    if ranks == 1 and _setting(plain) == own:
+    if ranks == 1 and _setting(plain) == current:
         return _rungs([(AS_IT_IS, None, ranks, _timed(config, steps)), *rungs]), ()
-    if (why := _obstacle(plain)) is not None:
-        note = f"without the plain baseline ({why}): compared with the configuration itself"
+    if (reason := _obstacle(plain)) is not None:
+        note = f"without the plain baseline ({reason}): compared with the configuration itself"
         return _rungs([(AS_IT_IS, None, ranks, _timed(config, steps)), *rungs]), (note,)
     first: list[_Given] = [(BASELINE, None, 1, _timed(plain, 1)), (AS_IT_IS, BASELINE, ranks, _timed(config, steps))]
     return _rungs([*first, *rungs]), ()
@@ -341,28 +341,28 @@ def _result(state: TuneState, given: Config, out: Path, notes: tuple[str, ...]) 
     """Return the choice, with the outcome of each setting."""
     records = {r.rung: r for r in state.records()}
     figures = {rung.name: state.figures(rung) for rung in state.rungs}
-    own, usable, tried = figures[AS_IT_IS], dict[str, float](), []
+    current, usable, tried = figures[AS_IT_IS], dict[str, float](), []
     own_wrong = wrong_or_failed(records[AS_IT_IS]) if AS_IT_IS in records else None
     for rung in state.rungs:
         plan, r, f = state.plan(rung), records.get(rung.name), figures[rung.name]
         outcome, ratio = LATE if state.results else "planned", None
-        if r is not None and (why := wrong_or_failed(r)):
-            outcome = f"refused: {why}"
+        if r is not None and (reason := wrong_or_failed(r)):
+            outcome = f"refused: {reason}"
         elif r is not None and f is not None:
-            ratio = None if own is None else f.tokens_per_s / own.tokens_per_s
+            ratio = None if current is None else f.tokens_per_s / current.tokens_per_s
             outcome = "measured"
             if rung.name not in (BASELINE, AS_IT_IS):
-                if why := _unproved(state, rung):
-                    outcome = f"refused: {why}"
-                elif own is None or own_wrong or faster(f, own):
+                if reason := _unproved(state, rung):
+                    outcome = f"refused: {reason}"
+                elif current is None or own_wrong or faster(f, current):
                     usable[rung.name], outcome = f.tokens_per_s, "faster"
                 else:
-                    outcome = f"refused: slower, {ratio:.2f}x" if faster(own, f) else "within the spread"
+                    outcome = f"refused: slower, {ratio:.2f}x" if faster(current, f) else "within the spread"
         planned = plan["predicted_tokens_per_s"], plan["predicted_peak_bytes"]
         measured = (None, None) if r is None else (r.tokens_per_s, r.peak_bytes)
         tried.append(Tried(rung.name, rung.changes, over(given, rung), *planned, *measured, ratio, outcome))
     winner = max(usable, key=lambda name: usable[name], default=AS_IT_IS)
-    if records and winner == AS_IT_IS and (own is None or own_wrong):
+    if records and winner == AS_IT_IS and (current is None or own_wrong):
         found = "; ".join(f"{t.name}: {t.outcome}" for t in tried)
         raise RunError("optrush tune", found, "fix the configuration first: optrush train CONFIG --dry-run")
     proof = records[winner].proof if winner in records else None

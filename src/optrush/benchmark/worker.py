@@ -200,9 +200,9 @@ def _profile(trainer: Trainer, marks: RegionMarks, plan: RunPlan, step_s: float)
         trainer.batches = batches(trainer, short)
         with reading(trainer.batches), marks.watching() as spans:
             loop(trainer, short)
-        within, whole = steady(spans)
-        if whole != steps:
-            return {"parts_note": f"the profiler saw {whole} whole steps of {steps}"}
+        within, seen = steady(spans)
+        if seen != steps:
+            return {"parts_note": f"the profiler saw {seen} whole steps of {steps}"}
         return {"parts_s": {part: total / steps for part, total in part_seconds(within).items()}}
     except Exception as error:  # the rung's figures do not depend on it
         return {"parts_note": describe_error(error)}
@@ -282,9 +282,9 @@ def lay_out(trainer: Trainer, documents: Sequence[tuple[int, Document]], most: i
         stream.reference = dpo_reference.passed(trainer, source, "pairs of the proof")
     plan = stream.plan(epochs=1)
     plan = plan._replace(widest=max(most, plan.widest))
-    whole = trainer.env.accumulation if Part.PP in trainer.env.claimed else 1  # stages take turns with whole windows
+    multiple = trainer.env.accumulation if Part.PP in trainer.env.claimed else 1  # stages take turns with whole windows
     share = {"rank": trainer.world.data_rank, "ranks": ranks, "micro_rows": rows}
-    steps = -(-plan.steps // whole) * whole  # rows beyond the end are empty
+    steps = -(-plan.steps // multiple) * multiple  # rows beyond the end are empty
     return [b for k in range(steps) for b in stream.batches(k, plan, **share)]
 
 

@@ -107,14 +107,14 @@ def folder_kind(folder: Path) -> str:
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     try:
-        found = [dataclasses.asdict(r) for r in record.read_records(folder)]
+        records = [dataclasses.asdict(r) for r in record.read_records(folder)]
     except UnicodeDecodeError as error:
         path = folder / record.RECORDS
         place = read_file(path)[: error.start].count(b"\n") + 1
         raise DataError(f"{path}:{place}", "not UTF-8", "restore the file, or measure again") from None
-    if not found:
+    if not records:
         raise DataError(f"the records of {folder}", "the file is empty", "measure again: optrush bench")
-    return found
+    return records
 
 
 # --- a ladder as rungs: safe figures, and comparisons between rungs
@@ -214,12 +214,12 @@ def _latest(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Mappi
 
 def read_rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[RungResult], int]:
     """Return the rungs, each compared with the one it names, and how many records a later one of that rung replaced."""
-    found = {place: _rung(row) for place, row in _latest(records).items()}
+    rungs = {place: _rung(row) for place, row in _latest(records).items()}
     # A rung may name a case of its own, and still be compared with a rung of another case.
-    elsewhere = {(p[1], r.name): r for p, r in found.items() if r.mode == "cumulative" and not r.peer}
+    elsewhere = {(p[1], r.name): r for p, r in rungs.items() if r.mode == "cumulative" and not r.peer}
     compared: list[RungResult] = []
-    for place, rung in found.items():
-        base = found.get((*place[:2], "cumulative", rung.since, "")) or elsewhere.get((place[1], rung.since))
+    for place, rung in rungs.items():
+        base = rungs.get((*place[:2], "cumulative", rung.since, "")) or elsewhere.get((place[1], rung.since))
         if base is not None and base is not rung:
             factor, peak_factor = page.ratio(rung.speed, base.speed), page.ratio(rung.peak, base.peak)
             rung = dataclasses.replace(rung, factor=factor, peak_factor=peak_factor, since_speed=base.speed)
@@ -229,7 +229,7 @@ def read_rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[RungResult], 
             measured, planned = (None if share is None else share / rung.ranks for share in shares)
             rung = dataclasses.replace(rung, scaling=measured, predicted_scaling=planned)
         compared.append(rung)
-    return compared, len(records) - len(found)
+    return compared, len(records) - len(rungs)
 
 
 def _rung(record: Mapping[str, Any]) -> RungResult:
@@ -279,16 +279,16 @@ def _proof(proof: object) -> str:
 
 def ladder_summary(shown: Sequence[RungResult]) -> str:
     """Return the ladder in one paragraph: first and last figures, counts of rungs, red and failed ones."""
-    own = [r for r in shown if not r.peer]
-    cumulative = [r for r in own if r.mode == "cumulative" and not r.failed]
-    rungs = page.amount(sum(r.mode == "cumulative" for r in own), "rung")
+    ours = [r for r in shown if not r.peer]
+    cumulative = [r for r in ours if r.mode == "cumulative" and not r.failed]
+    rungs = page.amount(sum(r.mode == "cumulative" for r in ours), "rung")
     others = {
-        "failed": sum(r.failed for r in own),
-        "within the noise": sum(r.kind == "noise" for r in own),
-        "measured without one technique": sum(r.mode != "cumulative" for r in own),
+        "failed": sum(r.failed for r in ours),
+        "within the noise": sum(r.kind == "noise" for r in ours),
+        "measured without one technique": sum(r.mode != "cumulative" for r in ours),
         "of other systems failed": sum(r.failed for r in shown if r.peer),
     }
-    red = f"{sum(_is_red(r) and not r.failed for r in own)} red"
+    red = f"{sum(_is_red(r) and not r.failed for r in ours)} red"
     tally = ", ".join([rungs, red, *(f"{n} {what}" for what, n in others.items() if n)])
     if not cumulative:
         return f"No rung of the ladder has a figure; {tally}."
@@ -387,7 +387,7 @@ def versus(shown: Sequence[RungResult]) -> list[Versus]:
     """Return each rung of another system that has figures, with the rung of ours that it names."""
     ours = {r.name: r for r in shown if not r.peer and r.mode == "cumulative"}
     pairs = [(r, ours.get(r.since)) for r in shown if r.peer and not r.failed]
-    return [Versus(r.case, own, r) for r, own in pairs if own is not None and not own.failed]
+    return [Versus(r.case, mine, r) for r, mine in pairs if mine is not None and not mine.failed]
 
 
 def versus_summary(pairs: Sequence[Versus]) -> str:
@@ -408,8 +408,8 @@ def versus_summary(pairs: Sequence[Versus]) -> str:
 def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title: str, replaced: int) -> dict[str, Any]:
     cumulative = [r for r in shown if r.mode == "cumulative"]
     without = [r for r in shown if r.mode != "cumulative"]
-    own, ours = ([r for r in some if not r.peer] for some in (shown, cumulative))
-    drawn = [r for r in own if any(x is not None for x in r.losses)]
+    native, ours = ([r for r in some if not r.peer] for some in (shown, cumulative))
+    drawn = [r for r in native if any(x is not None for x in r.losses)]
     kinds = sorted({r.memory_kind for r in shown if r.memory_kind})
     dates = sorted({page.safe_text(r["date"])[:10] for r in records if r["date"]})
     return {
@@ -428,8 +428,8 @@ def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title:
         "memory_chart": page.bars_svg("Peak memory of each rung", _rows(cumulative, _memory_bar)),
         "scaling_chart": scaling_chart([r for r in shown if r.ranks > 1]),
         "gains_chart": page.bars_svg("Gain of each rung", _rows(ours, _gain_bar), log=True),
-        "predicted_said": prediction_summary(own),
-        "predicted_charts": _predicted_charts(own),
+        "predicted_said": prediction_summary(native),
+        "predicted_charts": _predicted_charts(native),
         "roof": roofline_section(records),
         "without": without,
         "without_chart": page.bars_svg(LOST, _rows(without, _without_bar), unit=" %"),
@@ -469,12 +469,12 @@ def _source(source: object) -> str:
 
 def environment(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return what the records were measured with; where they differ, every value."""
-    found: dict[str, dict[str, None]] = {}
+    facts: dict[str, dict[str, None]] = {}
     for r in records:
         if isinstance(r["environment"], Mapping):
             for key, value in r["environment"].items():
-                found.setdefault(page.safe_text(key), {})[page.safe_text(value)] = None
-    return {key: "  |  ".join(values) for key, values in found.items()}
+                facts.setdefault(page.safe_text(key), {})[page.safe_text(value)] = None
+    return {key: "  |  ".join(values) for key, values in facts.items()}
 
 
 # One bar for each rung. The verdict is mostly of the speed; next to memory its color would be misread.
@@ -687,7 +687,7 @@ def roofs(records: Sequence[Mapping[str, Any]]) -> list[Roof]:
 def _roof(record: Mapping[str, Any]) -> Roof | None:
     given, repeats = record.get("ceiling_s"), record.get("step_s")
     repeats = repeats if isinstance(repeats, list) else []
-    steps = [s for own in repeats if isinstance(own, list) for s in page.numbers(own)]
+    steps = [s for times in repeats if isinstance(times, list) for s in page.numbers(times)]
     durations = [s for s in map(page.positive, steps) if s is not None]
     if record.get("error") or not durations or not isinstance(given, Mapping):
         return None
@@ -699,8 +699,8 @@ def _roof(record: Mapping[str, Any]) -> Roof | None:
     took = {part: s for part, s in read.items() if s is not None and s >= 0}
     name = page.safe_text(record.get("rung")) or "unnamed"
     step_s, note = statistics.median(durations), page.safe_text(record.get("parts_note"))
-    whole = len(took) == len(PARTS) + 1 and any(took.values())
-    return Roof(name, page.safe_text(record.get("basis")), step_s, parts, took if whole else None, note)
+    complete = len(took) == len(PARTS) + 1 and any(took.values())
+    return Roof(name, page.safe_text(record.get("basis")), step_s, parts, took if complete else None, note)
 
 
 def roofline_section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

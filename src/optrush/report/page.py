@@ -256,9 +256,9 @@ def bars(
     reach = max([place(high) / 0.95, *(place(end) / (1 - room) for end, room in zip(ends, rooms))])
     stub = 0.12 * reach  # of a failed row
     tops = [0.0, *itertools.accumulate(ROW + LINE * (max(1, len(name)) - 1) for name in names)]
-    whole = max(ROW, tops[-1])
-    figure, axes = _figure(whole, width=width, bottom=40 if axis else 24, title=title)
-    axes.set(xlim=(low, low * math.exp(reach) if log else low + reach), ylim=(whole, 0))
+    height = max(ROW, tops[-1])
+    figure, axes = _figure(height, width=width, bottom=40 if axis else 24, title=title)
+    axes.set(xlim=(low, low * math.exp(reach) if log else low + reach), ylim=(height, 0))
     if log:
         axes.set_xscale("log")
     if band is not None:
@@ -317,13 +317,13 @@ def curves(
     bottom = (40 if axis else 24) + legend
     figure, axes = _figure(height, width=width, left=62 if unit else 54, bottom=bottom, title=title)
     handles = []
-    for i, one in enumerate(series):
-        xs = [x for x, _ in one.points]
-        ys = [math.nan if y is None else y for _, y in one.points]
+    for i, curve in enumerate(series):
+        xs = [x for x, _ in curve.points]
+        ys = [math.nan if y is None else y for _, y in curve.points]
         style: dict[str, Any] = {"color": LIGHT[f"s{i % SERIES}"], "linestyle": DASHES[i // SERIES % len(DASHES)]}
         (line,) = axes.plot(xs, ys, linewidth=1.7, **style)
         alone = [ys[j - 1 : j + 2 if j else 2] for j in range(len(ys))]
-        marks = [j for j, near in enumerate(alone) if one.dots or sum(map(math.isfinite, near)) == 1]
+        marks = [j for j, near in enumerate(alone) if curve.dots or sum(map(math.isfinite, near)) == 1]
         marks = [j for j in marks if math.isfinite(ys[j])]
         axes.plot([xs[j] for j in marks], [ys[j] for j in marks], "o", markersize=4, color=style["color"])
         handles.append(line)
@@ -344,8 +344,8 @@ def curves(
             handles, [str(i) for i in range(names)], loc="lower left", bbox_to_anchor=(SIDE / width, 0), ncols=columns,
             frameon=False, fontsize=SMALL, labelcolor=LIGHT["ink"], borderaxespad=0.2, handlelength=2.4,
         )  # fmt: skip
-        for text, one in zip(box.get_texts(), series):  # names are set here: "_" and "$" have a meaning above
-            text.set(text=cut_text(one.name, int((width / columns - 50) / LETTER)), parse_math=False)
+        for text, curve in zip(box.get_texts(), series):  # names are set here: "_" and "$" have a meaning above
+            text.set(text=cut_text(curve.name, int((width / columns - 50) / LETTER)), parse_math=False)
     return figure
 
 
@@ -389,12 +389,12 @@ def _figure(
     from matplotlib.figure import Figure
 
     top += 22 if title else 0
-    whole = height + bottom + top
-    figure = Figure(figsize=(width / 72, whole / 72), facecolor="none")
-    axes = figure.add_axes((left / width, bottom / whole, 1 - (left + SIDE) / width, height / whole), facecolor="none")
+    total = height + bottom + top
+    figure = Figure(figsize=(width / 72, total / 72), facecolor="none")
+    axes = figure.add_axes((left / width, bottom / total, 1 - (left + SIDE) / width, height / total), facecolor="none")
     axes.set_axisbelow(True)
     if title:
-        figure.text(SIDE / width, 1 - 8 / whole, cut_text(title, 90), va="top", fontsize=12, color=LIGHT["ink"])
+        figure.text(SIDE / width, 1 - 8 / total, cut_text(title, 90), va="top", fontsize=12, color=LIGHT["ink"])
     return figure, axes
 
 

@@ -22,15 +22,15 @@ def write_quality(folder: Path) -> None:
     records = read_quality(folder)
     if not records:
         raise DataError(f"the records of {folder}", "the file is empty", "measure again: optrush bench")
-    first, found = records[0], list(columns(records))
+    first, table = records[0], list(columns(records))
     title = page.safe_text(first.ladder)
     rows = [bar(r) for r in records]
     axis = "held-out loss, difference from the rung compared with; whiskers: margin"
     text = page.render(
         "quality.html.j2", title=title, under=[page.safe_text(x) for x in (first.case, first.device, first.date[:10])],
         summary=quality_summary(records), chart=page.bars_svg("Held-out loss of each rung", rows),
-        headings=[heading for heading, _ in found],
-        rows=list(zip(*(cells for _, cells in found), strict=True)), failed=[r for r in records if r.error],
+        headings=[heading for heading, _ in table],
+        rows=list(zip(*(cells for _, cells in table), strict=True)), failed=[r for r in records if r.error],
         evals=[(page.safe_text(r.rung), trace(r)) for r in records], command=page.safe_text(first.command, lines=True),
         environment={page.safe_text(k): page.safe_text(v) for k, v in first.environment.items()},
     )  # fmt: skip

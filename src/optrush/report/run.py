@@ -123,8 +123,8 @@ def _notes(line: Mapping[str, Any]) -> list[str]:
         if key == "passed_over" and isinstance(value, list):
             pairs = [(v.get("checkpoint"), v.get("reason")) for v in value if isinstance(v, Mapping)]
             notes += [
-                f"{at}the damaged checkpoint {page.safe_text(c)} was passed over: {page.safe_text(why)}"
-                for c, why in pairs
+                f"{at}the damaged checkpoint {page.safe_text(c)} was passed over: {page.safe_text(reason)}"
+                for c, reason in pairs
             ]
         elif key == "changed" and isinstance(value, Mapping):
             notes += [f"{at}went on with another {page.safe_text(k)}: {page.safe_text(v)}" for k, v in value.items()]
@@ -247,8 +247,8 @@ def _seen(folder: Path) -> list[dict[str, Any]]:
 
     def piece(p: dict[str, Any]) -> dict[str, Any]:
         image = str(p.get("image", ""))
-        found = {"text": str(p["text"]), "ids": list(map(int, p["ids"])), **{key: bool(p[key]) for key in MARKED}}
-        return found | {"image": image if image.startswith("data:image/jpeg;base64,") else ""}
+        shown = {"text": str(p["text"]), "ids": list(map(int, p["ids"])), **{key: bool(p[key]) for key in MARKED}}
+        return shown | {"image": image if image.startswith("data:image/jpeg;base64,") else ""}
 
     def document(d: dict[str, Any]) -> dict[str, Any]:
         counts = {key: int(d[key]) for key in ("tokens", "targets", "left_out")}
@@ -268,7 +268,7 @@ def _sampled(folder: Path) -> list[dict[str, Any]]:
     file = folder / ANSWERS
     if not file.is_file():
         return []
-    found = []
+    groups = []
     for line in read_text(file, errors="replace").splitlines()[-GROUPS:]:
         with suppress(ValueError, TypeError, KeyError):  # a line that the end of a process cut off
             group = parse_json(line)
@@ -277,8 +277,8 @@ def _sampled(folder: Path) -> list[dict[str, Any]]:
                  page.safe_text(a["text"], lines=True)) for a in group["answers"]
             ]  # fmt: skip
             texts = {key: page.safe_text(group[key], lines=True) for key in ("prompt", "reference")}
-            found.append({"step": f"{group['step']:,}", **texts, "rows": rows})
-    return found[::-1]
+            groups.append({"step": f"{group['step']:,}", **texts, "rows": rows})
+    return groups[::-1]
 
 
 def summary(run: RunLog) -> dict[str, str]:
@@ -310,8 +310,8 @@ def overlaid(runs: Sequence[RunLog]) -> dict[str, Any]:
                 (heading, words, page.inline_svg(page.curves(series, axis="step", height=260), heading, texts))
             )
     settings = [dict(_settings(r.config.model_dump(mode="json", by_alias=True))) for r in runs]
-    keys = dict.fromkeys(key for one in settings for key in one)
-    rows = [(key, [one.get(key, page.DASH) for one in settings]) for key in keys]
+    keys = dict.fromkeys(key for row in settings for key in row)
+    rows = [(key, [row.get(key, page.DASH) for row in settings]) for key in keys]
     return {"overlaid": charts, "differing": [(key, values) for key, values in rows if len(set(values)) > 1]}
 
 
