@@ -1,8 +1,8 @@
 """Define the interface of another training system on a ladder, and find the packages that provide such systems. Pure.
 
-A rung with `peer:` is trained by another system on the same load as the rung it is compared with, in a separate
-own. The systems are not part of this package: a provider registers a tuple of Peer classes under the entry point
-`optrush.peers`; in a checkout, benchmarks/peers is used without being installed.
+A rung with `peer:` is trained by another system on the load of its reference rung, in a separate process. The systems
+are not part of this package: a provider registers a tuple of Peer classes under the entry point `optrush.peers`; in a
+checkout, benchmarks/peers is used without being installed.
 """
 
 from __future__ import annotations
