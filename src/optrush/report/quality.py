@@ -1,4 +1,4 @@
-"""Write the page of a ladder of whole runs, and the table that the terminal shows, too."""
+"""Write the page of a ladder of whole runs, and the table for page and terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_quality(folder: Path) -> None:
     """Write report.html and loss.png from the records of whole runs.
 
     Raises:
-        DataError: there are no records, or a line is not a record; nothing was written.
+        DataError: no records, or a line that is not a record; nothing was written.
     """
     records = read_quality(folder)
     if not records:
@@ -65,7 +65,7 @@ def signed(value: float | None, margin: float | None, digits: int = 4) -> str:
 
 def trace(r: QualityRecord) -> str:
     """Return the mean held-out loss of every evaluation: 1.3499, 0.8123 (step 87), 0.8045 (step 259)."""
-    each = zip(*r.evals, strict=False)  # of every seed; equal steps
+    each = zip(*r.evals, strict=False)  # one evaluation of all seeds, at equal steps
     means = ((points[0][0], sum(loss for _, loss in points) / len(points)) for points in each)
     return ", ".join(f"{loss:.4f}" + (f" (step {step:g})" if step else "") for step, loss in means) or page.DASH
 
