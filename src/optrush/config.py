@@ -409,7 +409,7 @@ class RolloutServer(StrictModel):
     timeout: Annotated[float, Field(gt=0, le=1e6)] = 600.0  # seconds per request
 
 
-# Objectives with a section of their own name.
+# Objectives with a section of the same name.
 SECTIONS: dict[
     str, type[Dpo] | type[Kto] | type[Orpo] | type[Simpo] | type[Reward] | type[Distill] | type[Grpo]
 ] = {
@@ -853,7 +853,7 @@ def _path(loc: Keys) -> Keys:
 
 
 def yaml_keys(part: type[BaseModel], path: Keys = ()) -> list[str]:
-    """Return the keys that a YAML file may have next to the one at `path`."""
+    """Return the valid keys next to the one at `path`."""
     return [f.alias or name for name, f in _part(part, path[:-1]).model_fields.items() if not f.exclude]
 
 

@@ -114,7 +114,7 @@ def sync_file(descriptor: int) -> None:
 
 
 def rename_file(old: Path, new: Path) -> None:
-    """Rename a file over another one, or a folder."""
+    """Rename a file, over an existing one if there is one, or a folder."""
     os.rename(old, new)
 
 

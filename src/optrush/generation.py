@@ -146,7 +146,7 @@ def _located(path: str) -> Path:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model generated for one prompt."""
+    """A model's output for one prompt."""
 
     text: str
     tokens: int

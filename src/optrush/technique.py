@@ -1,6 +1,6 @@
 """Define a technique: its options, requirements, owned parts and stages. Pure, because the plan needs it.
 
-A technique is one file with one frozen class, whose dataclass fields are its options, and one line of
+A technique is one file with one frozen class, with its options as dataclass fields, and one line of
 `techniques.ALL`. It acts before step 0 only, stage by stage, by replacing or wrapping callables and slots of the
 `Trainer`. A part has one owner, the technique that claims it, so conflicts need no list.
 """

@@ -420,7 +420,7 @@ class Standing:
     runs: bool
     several: bool  # it needs more than one rank
     lacks: tuple[Requirement, ...]
-    options: tuple[tuple[str, tuple[Requirement, ...]], ...]  # other values, `impl=varlen`, and what each lacks
+    options: tuple[tuple[str, tuple[Requirement, ...]], ...]  # other values (`impl=varlen`), and their unmet needs
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _named(names: list[str]) -> tuple[list[str], list[str]]:
         path = Path(name).absolute()
         if not path.is_file():
             raise ConfigError(f"--tasks {name}", "no such file", "name a task, or a task's YAML file")
-        try:  # line by line: the harness has tags of its own, which are not of interest here
+        try:  # line by line, because of the harness's own YAML tags
             lines = [line.partition(":") for line in read_text(path).splitlines()]
             task = next((yaml.safe_load(value) for key, _, value in lines if key == "task"), None)
         except (OSError, ValueError, yaml.YAMLError) as error:

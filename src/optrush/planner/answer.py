@@ -1,8 +1,8 @@
-"""Answer what a user asks of the planner: what fits, by which method, how fast, and what is nearest if nothing does.
+"""Answer a user's questions: which methods fit, how fast they are, and the nearest change if nothing fits.
 
-A method is what is trained (all weights, adapters, adapters on 8 or 4 bits). Each is searched for its fastest set of
-techniques, then methods are ranked: the one that costs least in quality comes first, unless it is tight, or another one
-is more than `SLOWER` times as fast. Pure.
+A method defines the trained parameters (all weights, adapters, adapters on 8 or 4 bits). The fastest set of techniques
+of each is searched, then methods are ranked: the least cost in quality comes first, unless it is tight, or another
+method is more than `SLOWER` times as fast. Pure.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     def normed(share: float) -> Iterator[Line]:
         yield saved("entering heads", "queries and keys before their norms, (H + K) E", share * (q + kv))
         if native:
-            beside = min(kv, first / s.attention_layers - q - kv)  # less where keys are the values
+            beside = min(kv, first / s.attention_layers - q - kv)  # less if keys are the values
             note = "the values beside them, K E, where one product is kept whole"
             yield saved("joined heads", note, share * max(0.0, beside))
         note = "1 / rms of each query and key head, H + K"

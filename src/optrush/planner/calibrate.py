@@ -55,7 +55,7 @@ MODELS: dict[str, tuple[tuple[Any, int, int], ...]] = {
 gather_whole: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_sum: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-Report = Callable[[int, int, str], None]  # steps done, all steps, what is measured now
+Report = Callable[[int, int, str], None]  # steps done, all steps, current measurement
 Call = Callable[[], object]
 
 

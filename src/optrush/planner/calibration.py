@@ -219,7 +219,7 @@ def for_device(device: Device) -> Calibration | None:
 
 
 def stale(c: Calibration) -> str:
-    """Return what has changed on this machine since the measurement; empty: nothing, or the device is not here."""
+    """Return the changes on this machine since the measurement; empty: none, or the device is not here."""
     if c.driver is not None and c.device not in {d.name for d in hardware.probe()}:
         return ""
     now = {"torch": (c.torch, torch_version()), "driver": (c.driver, None if c.driver is None else driver())}

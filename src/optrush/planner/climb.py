@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Chosen = tuple[T | None, ...]  # one option of each group
 Groups = Sequence[Sequence[T | None]]
-Clash = Callable[[Any, Any], bool]  # whether an option must be dropped when another one is added
+Clash = Callable[[Any, Any], bool]  # whether adding the first option requires dropping the second
 Score = tuple[float, ...]  # whether it is usable, then values to maximize; compared in order
 Value = Callable[[Chosen[T]], Score | None]  # score of a combination; None: it is not possible
 IMPOSSIBLE: Score = (-1.0,)  # less than any score

@@ -35,7 +35,7 @@ def frozen_parameters(env: Environment, shape: ModelShape, names: Collection[str
         yield live(tagged("backward"), reason, times=passed)
 
     def share_of(*modules: str) -> float:
-        """Return the frozen share of what these hold in the blocks that a backward pass goes through."""
+        """Return the frozen share of these parameters' values in the blocks that a backward pass reaches."""
         places = (f"blocks.{layer}.{module}.weight" for layer in range(begin, L) for module in modules)
         return _share({name: sizes[name] for name in places if name in sizes}, names)
 

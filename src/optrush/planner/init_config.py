@@ -1,6 +1,6 @@
 """Write a run's first YAML for a model, data and a machine (`optrush init`). Pure.
 
-`compose` chooses the values (`choose_values`), lets `decide` answer what they leave open, formats all of it with a
+`compose` chooses the values (`choose_values`), lets `decide` answer the open questions, formats everything with a
 comment for every block (`yaml_text`), and parses and decides the text, so that the written configuration can run.
 """
 

@@ -103,7 +103,7 @@ class Line:
 
     @property
     def tags(self) -> frozenset[str]:
-        """Return what rules find it by: its name in quotes, too."""
+        """Return the tags by which rules find it, its quoted name included."""
         return _tags(self.name, self.of, self.per_token, self.blocks > 1)
 
     @property
@@ -144,7 +144,7 @@ class WorkItem:
 
     @property
     def tags(self) -> frozenset[str]:
-        """Return what rules find it by: its name in quotes, too."""
+        """Return the tags by which rules find it, its quoted name included."""
         return _tags(self.name, self.of, self.per == "token", False)
 
 

@@ -131,16 +131,16 @@ def search_sets(
 
     Args:
         configured: the run's techniques with their options.
-        keep_maths: leave out techniques that change what is computed (`Numerics.DIFFERENT_MATHS`).
+        keep_maths: leave out techniques that change the maths (`Numerics.DIFFERENT_MATHS`).
         best: number of settings.
         whole: also try each option that is not in the best set, to report what it would change.
         scarce: also try techniques that save memory at the cost of speed.
         here: leave out techniques whose packages or compilers this machine lacks.
-        start: techniques to climb from, instead of the run's own and none.
+        start: techniques to climb from, instead of the run's own set and the empty set.
         keep: techniques that stay as configured.
 
     Raises:
-        NeedsError: no set is possible, because of what is trained.
+        NeedsError: no set is possible with the trained parameters.
         ConfigError: no mesh divides a step's rows over the ranks.
     """
     env = dataclasses.replace(problem.env, scarce=scarce)

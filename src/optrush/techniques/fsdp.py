@@ -213,7 +213,7 @@ class Fsdp(Technique):
         inner, discard, losses = trainer.grad_sync, trainer.zero_grad, trainer.eval_loss
         everyone = trainer.world.flat(*SUMMED)
         assert everyone is not None
-        window = {"open": False}  # between a micro-batch that was not reduced and the one that is
+        window = {"open": False}  # from the first unreduced micro-batch to the reduced one
 
         @contextmanager
         def syncing(last: bool) -> Iterator[None]:

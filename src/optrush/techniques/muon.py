@@ -59,7 +59,7 @@ class Muon(Technique):
         return OptimizerSpec(reason, {"blocks": States(1.0)}, loop=False, work={"blocks": steps}, workspace=workspace)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield FLOPs and temporaries; none for a model through transformers, whose sizes are unknown here."""
+        """Yield FLOPs and temporaries; nothing for a model through transformers, whose sizes are unknown here."""
         yield from super().predict(env)
         if (s := env.shape) is not None:
             flop = s.layers * sum(2.0 * r * r * (2 * c + r) for r, c in map(sorted, pieces(s))) * self.iterations
