@@ -155,7 +155,7 @@ def decide(
     if not choose and isinstance(config.batch.micro_tokens, int):
         decided = _checked(config, classes, ranks, device)
         return dataclasses.replace(decided, reasons=tuple(_sampling(decided)))
-    asked = config
+    given = config
     if isinstance(config.batch.micro_tokens, int):
         rows_of_batch(config, 1)  # rejects sizes that do not divide into rows
     if config.batch.micro_tokens == "auto":
@@ -165,7 +165,7 @@ def decide(
     else:
         config, reasons = _choose_size(with_method(config), classes, ranks, device)
     decided = _checked(config, classes, ranks, device)
-    if asked.batch.micro_tokens is None and decided.env.device.kind == "cuda" and native_obstacle(decided.hf):
+    if given.batch.micro_tokens is None and decided.env.device.kind == "cuda" and native_obstacle(decided.hf):
         with suppress(UserError):  # no step of its family was measured: halve it if memory runs out
             decided = _checked(_with_chooser(config, classes), classes, ranks, device)
     if "lr" not in config.optim.model_fields_set and decided.config.optim.lr != config.optim.lr:

@@ -29,8 +29,8 @@ def one_line(text: str, longest: int = 300) -> str:
 def reason(error: BaseException) -> str:
     """Return another library's exception in one line: its message, with its class if the message is too short."""
     text, name = one_line(str(error)), type(error).__name__
-    whole = isinstance(error, OSError | ValueError | RuntimeError | ImportError)
-    return text if whole and text else f"{name}: {text}" if text else name
+    complete = isinstance(error, OSError | ValueError | RuntimeError | ImportError)
+    return text if complete and text else f"{name}: {text}" if text else name
 
 
 def first_line(error: BaseException) -> str:

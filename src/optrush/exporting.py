@@ -161,13 +161,13 @@ def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
     """Return the trained parameters by canonical name, whole, on the host of rank 0; every rank calls it."""
     world = trainer.world
 
-    def own() -> Iterator[tuple[str, Tensor]]:
+    def local() -> Iterator[tuple[str, Tensor]]:
         for t in trainer.trained:
             if t.name not in trainer.counted_elsewhere:
                 values = t.whole
                 yield t.name, values.cpu() if world.leads else values
 
-    return {name: t for name, t in from_stages(world, own()) if world.rank == 0}
+    return {name: t for name, t in from_stages(world, local()) if world.rank == 0}
 
 
 def ends_of(trainer: Trainer, source: Path | None) -> tuple[list[int], list[int]]:

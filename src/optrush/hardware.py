@@ -321,8 +321,8 @@ def share_of_cpu(ranks: int) -> Device:
     """Return each rank's share of this machine's memory, cores and bandwidth."""
     here = cpu()
 
-    def share(whole: float | None) -> float | None:
-        return None if whole is None else whole / ranks
+    def share(total: float | None) -> float | None:
+        return None if total is None else total / ranks
 
     return dataclasses.replace(
         here, half_flop_s=share(here.half_flop_s), float32_flop_s=share(here.float32_flop_s),

@@ -590,10 +590,10 @@ def _proof(state: BenchState, rung: Rung) -> dict[str, Any] | None:
         return None
     reference, expected = proved[0], state.proofs(proved[0])[0]
     allowed = tolerances(reference.config, rung.config, ALL)
-    own = state.proofs(rung)
-    angles = [cosine(p.get("gradient"), expected.get("gradient")) for p in own]
+    repeats = state.proofs(rung)
+    angles = [cosine(p.get("gradient"), expected.get("gradient")) for p in repeats]
     proofs = [
-        compare_series(_series(p), _series(expected), allowed, angle) for p, angle in zip(own, angles, strict=True)
+        compare_series(_series(p), _series(expected), allowed, angle) for p, angle in zip(repeats, angles, strict=True)
     ]
     worst = max(proofs, key=lambda p: math.inf if p["worst"] is None else p["worst"] / p["tolerance"])
     known = [angle for angle in angles if angle is not None]

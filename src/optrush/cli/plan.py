@@ -85,7 +85,7 @@ def plan(
     hardware = hardware if host_memory is None else _hosted(hardware, host_memory, solve)
     config = _asked(path, data, first_priced() if solve == "cheapest" else hardware, set_, with_, without)
     from optrush.decide import NothingFits
-    from optrush.planner import answer as asked
+    from optrush.planner import answer as answers
     from optrush.planner import search as planner
 
     for error, text, weights in planner.without_plan(config):
@@ -109,7 +109,7 @@ def plan(
         prediction = planner.predict_decided(decided)
     except (ConfigError, ConflictError, NeedsError) as error:  # another setting may run there
         refused = error  # the search raises it too if no setting can run
-    result = asked.answer(config, hardware, keep_maths=keep_maths)
+    result = answers.answer(config, hardware, keep_maths=keep_maths)
     if as_json:
         print(json.dumps(_document(config, decided, prediction, refused, result, hardware, price)))
     else:
@@ -140,12 +140,12 @@ def _hosted(hardware: str, memory_gib: float, solve: str | None) -> str:
 
 def _solved(config: Config, hardware: str, what: str, others: Sequence[str], as_json: bool) -> str:
     """Return the answer of --solve; raise ConfigError for options that it does not support."""
-    from optrush.planner import answer as asked
+    from optrush.planner import answer as answers
 
     for option in others:
         reason = "it compares all cards that have a price" if option == "--hardware" else "--solve prints one line"
         raise ConfigError(f"--solve {what} with {option}", reason, f"leave out {option}; then plan its answer")
-    text, values = asked.solve(config, hardware, what)
+    text, values = answers.solve(config, hardware, what)
     return json.dumps(values) if as_json else text
 
 

@@ -148,7 +148,7 @@ class WorkItem:
         return _tags(self.name, self.of, self.per == "token", False)
 
 
-@cache  # of a few hundred entries, for all sets of a search
+@cache  # a few hundred entries in all sets of a search
 def _tags(name: str, of: tuple[Tag, ...], per_token: bool, per_block: bool) -> frozenset[str]:
     return frozenset((f"'{name}'", *of, *["per-token"] * per_token, *["per-block"] * per_block))
 
@@ -380,7 +380,7 @@ def _times(entry: Entry, values: float) -> Entry:
     return replaced(entry, values=entry.values * values)
 
 
-@cache  # for all sets of a search that have the same entries
+@cache  # shared by sets of a search with the same entries
 def _places(match: Match, freezes: bool, tags: tuple[frozenset[str], ...]) -> tuple[int, ...]:
     """Return the places of the matches; for a freeze rule, only of gradients and states."""
     places = (i for i, entry_tags in enumerate(tags) if match.every <= entry_tags and match.none.isdisjoint(entry_tags))
@@ -389,9 +389,7 @@ def _places(match: Match, freezes: bool, tags: tuple[frozenset[str], ...]) -> tu
 
 def _edit(rule: Rule, entry: Entry, fields: dict[str, Any]) -> bool:
     """Combine a rule's changes with an entry's fields after earlier rules; return whether it has such fields."""
-    known = [
-        name for name in rule.changes if hasattr(entry, name)
-    ]  # some fields exist only for lines, or only for work
+    known = [name for name in rule.changes if hasattr(entry, name)]  # lines and work differ in some fields
     for name in known:
         fields[name] = _EDITS[name](fields.get(name, getattr(entry, name)), rule.changes[name])
     return bool(known)

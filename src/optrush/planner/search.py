@@ -45,8 +45,8 @@ def predict_decided(decided: Decided) -> Prediction:
     """
     lengths = estimate_fill(decided.config)
     env = dataclasses.replace(decided.env, reach=lengths.reach)
-    found = calibration.for_device(env.device)
-    return predict_set(decided.techniques, env, shape_of(decided.hf), lengths.padding, found)
+    measured = calibration.for_device(env.device)
+    return predict_set(decided.techniques, env, shape_of(decided.hf), lengths.padding, measured)
 
 
 def books_of(

@@ -334,7 +334,7 @@ def curves(
         low, high = axes.dataLim.intervaly if drawn else (0.0, 1.0)
         axes.set_ylim(min(0.0, low), 1.06 * high or 1.0)
     _ticks(axes.yaxis)
-    _ticks(axes.xaxis, whole=True)
+    _ticks(axes.xaxis, integers=True)
     axes.set_xlabel(axis, fontsize=SMALL, color=LIGHT["soft"])
     axes.set_ylabel(unit, fontsize=SMALL, color=LIGHT["soft"])
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -376,7 +376,7 @@ def histogram(
     every = max(1, math.ceil(n * (LETTER * max(len(short(e)) for e in edges) + 10) / (NARROW - 54)))
     axes.set_xticks(range(0, n, every), labels=[short(e) for e in edges[:n:every]])
     axes.tick_params(axis="x", length=0, pad=8, labelsize=SMALL, labelcolor=LIGHT["soft"])
-    _ticks(axes.yaxis, whole=True)
+    _ticks(axes.yaxis, integers=True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(LIGHT["soft"])
     return figure
@@ -402,13 +402,13 @@ def _text(axes: Axes, text: str, at: tuple[float, float], transform: Any, **styl
     axes.text(*at, text, transform=transform, fontsize=NORMAL, color=LIGHT["ink"], **style)
 
 
-def _ticks(axis: Any, unit: str = "", *, whole: bool = False, log: bool = False) -> None:
+def _ticks(axis: Any, unit: str = "", *, integers: bool = False, log: bool = False) -> None:
     """Place round ticks with grid lines; `whole` allows integers only."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())
     wide = log and high / low > 4
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(5, integer=whole))
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(5, integer=integers))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: short(value) + unit))
     axis.set_tick_params(length=0, labelsize=SMALL, labelcolor=LIGHT["soft"])

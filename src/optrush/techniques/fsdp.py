@@ -240,7 +240,7 @@ class Fsdp(Technique):
             return total
 
         @contextmanager
-        def whole() -> Iterator[None]:
+        def gathered() -> Iterator[None]:
             for m in groups:
                 m.unshard()
             try:
@@ -250,4 +250,4 @@ class Fsdp(Technique):
                     m.reshard()
 
         trainer.grad_sync, trainer.zero_grad, trainer.eval_loss = syncing, forget, resharded
-        trainer.whole_weights = whole
+        trainer.whole_weights = gathered

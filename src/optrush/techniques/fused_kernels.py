@@ -199,8 +199,8 @@ class FusedKernels(Technique):
             if experts := [block.experts for block in blocks if block.experts is not None]:
                 demand_compilers(self.name, trainer.env.device)
                 if sum(not _set_experts(each) for each in experts):
-                    found = "experts have adapters or quantized weights, share ranks, or weight their inputs"
-                    trainer.notes.append(f"fused-kernels: {found}, so QuACK computes only their matmuls")
+                    cause = "experts have adapters or quantized weights, share ranks, or weight their inputs"
+                    trainer.notes.append(f"fused-kernels: {cause}, so QuACK computes only their matmuls")
         elif self.mlp == "triton":
             demand_compilers(self.name, trainer.env.device)
             dense = [block for block in blocks if block.experts is None]
@@ -327,17 +327,17 @@ def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
         for way, writers in zip(WAYS, (INPUTS, GRADIENTS), strict=True):
             if name in writers and (bare or not padding.get(writers[name], False)):
                 n, what = (width, "input") if way == "forward" else (rows, "gradient")
-                why = f"{name}'s {what}, and A x or its gradient"
-                yield add(WorkItem(f"{way}.beside.{name}", why, "token", values=2.0 * L * n, role="product", of=(way,)))
+                msg = f"{name}'s {what}, and A x or its gradient"
+                yield add(WorkItem(f"{way}.beside.{name}", msg, "token", values=2.0 * L * n, role="product", of=(way,)))
             if bare and way == ("forward" if name == "gate_up" else "backward"):
-                why, weight = f"{name}'s weight next to its adapter's", rows * width
+                msg, weight = f"{name}'s weight next to its adapter's", rows * width
                 values, of = 2.0 * L * weight, (way,)
-                moved = WorkItem(f"{way}.beside.weights", why, "micro", values=values, role="product", of=of)
-                yield add(Line(f"working.beside.{way}", why, weight, "product", way), moved)
+                moved = WorkItem(f"{way}.beside.weights", msg, "micro", values=values, role="product", of=of)
+                yield add(Line(f"working.beside.{way}", msg, weight, "product", way), moved)
         room += (rows + many * (name != "gate_up")) * (width + many) - rows * width
     if not (bare or quantized):
-        why = "padding of weights for the matrices of their adapters, in whole tiles"
-        yield add(Line("weights.room", why, L * room, "product", "always", blocks=L, of=("weights", "adapters")))
+        msg = "padding of weights for the matrices of their adapters, in whole tiles"
+        yield add(Line("weights.room", msg, L * room, "product", "always", blocks=L, of=("weights", "adapters")))
 
 
 def _rerun(env: Environment) -> bool:

@@ -41,8 +41,8 @@ class MicroBatch(Technique):
     def wrap_window(self, trainer: Trainer) -> int:
         if trainer.world.ranks > 1 or ONCE & trainer.env.claimed:
             several = trainer.world.ranks > 1
-            why = "several ranks wait for each other" if several else "it cannot be repeated"
-            trainer.notes.append(f"out of memory after step 0 ends the run, resumably: in the middle of a window {why}")
+            msg = "several ranks wait for each other" if several else "it cannot be repeated"
+            trainer.notes.append(f"out of memory after step 0 ends the run, resumably: in the middle of a window {msg}")
             return 1
         Halving(trainer).around()
         return 3

@@ -61,6 +61,6 @@ class PluggedOptimizer(Technique):
         weights = sum(t.local.numel() for t in trained)
         kept = sum(s.numel() for states in trainer.optimizer.state().values() for s in states.values() if s.dim())
         if weights and abs(kept / weights - self.states) > 0.1:
-            found = f"it keeps {kept / weights:.3g} values per weight, and the plan counts {self.states:g}"
-            trainer.notes.append(f"{what}: {found}: write `states: {kept / weights:.3g}`")
+            fact = f"it keeps {kept / weights:.3g} values per weight, and the plan counts {self.states:g}"
+            trainer.notes.append(f"{what}: {fact}: write `states: {kept / weights:.3g}`")
         return 1

@@ -108,7 +108,7 @@ class Stepping:
         trained = self.trainer.trained[i]
 
         @torch.no_grad()
-        def whole(_: Tensor) -> None:  # the gradient of a tied weight is the sum over both uses
+        def step(_: Tensor) -> None:  # the gradient of a tied weight is the sum over both uses
             grad = trained.grad
             if not self.armed or grad is None:
                 return
@@ -118,7 +118,7 @@ class Stepping:
             self.trainer.optimizer.step(self.trainer.lr, self.trainer.scale, skip, only=[i])
             trained.parameter.grad = None
 
-        return whole
+        return step
 
     def _squares(self, grad: Tensor) -> Tensor:
         """Return the sum of squares, computed like the norm of all gradients (`trainer.trainer`)."""
