@@ -10,7 +10,7 @@ The functions of the command line, from Python:
     })
     print(outcome.output, generate("runs/first", ["How do I cook rice?"])[0].text)
 
-docs/python.md describes them. `import optrush` loads nothing; each function loads what it needs when it is called.
+docs/python.md describes them. `import optrush` loads nothing; each function imports its modules when called.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = ["Callback", "Config", "Plan", "Sampling", "bench", "evaluate", "export", "generate", "plan", "train", "tune"]
 
-_PLACES = {"Config": "config", "Sampling": "config"}  # else `api`
+_PLACES = {"Config": "config", "Sampling": "config"}  # others: `api`
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Configuration = Config | Mapping[str, Any] | str | Path
 Loss = Callable[["nn.Module", "Tensor", "Batch"], "Tensor"]
-"""(head, hidden (B, T, D), batch) -> () float32: the sum over the batch's target tokens, as
+"""(head, hidden (B, T, D), batch) -> () float32: the sum over the batch's target tokens, like
 `optrush.objectives.next_token`. `head(hidden, batch.labels, reduce="none")` returns their losses, (B, T)."""
 
 
@@ -57,7 +57,7 @@ class Callback(Protocol):
 class Plan(NamedTuple):
     """The prediction for a configuration, and better ones."""
 
-    prediction: Prediction | None  # None: refused as configured
+    prediction: Prediction | None  # None: the configuration is rejected
     refused: UserError | None
     search: SearchResult  # `search.settings`, the best first; `.settings[0].over(config)` is a Config
 
@@ -164,10 +164,10 @@ def train(
 
 
 def _with_own(config: Config, loss: Loss | str | None, optimizer: Any, *, elsewhere: bool = False) -> Config:
-    """Return the configuration with a loss and an optimizer that a program gives.
+    """Return the configuration with a program's own loss and optimizer.
 
     Args:
-        elsewhere: other processes must find them.
+        elsewhere: other processes must be able to import them.
     """
     from optrush.objectives.plugged import named
 
@@ -215,23 +215,23 @@ def _stored(rows: Iterable[Mapping[str, Any]], name: str, cache: str | None) -> 
                 count += 1
         if not count:
             raise DataError(f"`{name}`", "no row", "give at least one row")
-        whole = folder / f"{digest.hexdigest()[:32]}.jsonl"
-        part.replace(whole)
+        final = folder / f"{digest.hexdigest()[:32]}.jsonl"
+        part.replace(final)
     finally:
         part.unlink(missing_ok=True)
-    return str(whole)
+    return str(final)
 
 
 def evaluate(
     config: Configuration, *, model: str | Path | None = None, data: str | Path | None = None,
     loss: Loss | str | None = None,
 ) -> Evaluated:  # fmt: skip
-    """Measure a model's loss on held-out data, packed, as `optrush eval` does.
+    """Measure a model's loss on held-out data, packed, like `optrush eval`.
 
     Args:
         model: another model's folder, such as OUTPUT/model; default: the configuration's initial model.
         data: another file of rows; default: the held-out data (`data.eval`), else all data.
-        loss: as of `train`.
+        loss: as for `train`.
 
     Returns:
         `loss` (mean nats per target token), `targets` (their number), `figures` (other metrics of the objective).
@@ -272,14 +272,14 @@ def bench(
 
     Args:
         ladder: config (the configuration's own techniques), single-gpu, cpu-demo ..., or a YAML file.
-        repeats: processes a rung; the ladder's own number if not given.
+        repeats: processes per rung; default: the ladder's number.
         limit_s: maximum seconds of one process.
         cumulative_only: skip the rungs that remove one technique.
         resume: continue a stopped bench.
         loss, optimizer: as for `train`, defined at the top level of a file, because fresh processes import it.
 
     Returns:
-        A record a rung: tokens_per_s, peak_bytes, predicted_*, verdict, error; of whole runs held_out.
+        One record per rung: tokens_per_s, peak_bytes, predicted_*, verdict, error; for whole runs held_out.
 
     Raises:
         UserError: the ladder, the baseline or the folder must be changed; nothing was written.
@@ -302,13 +302,13 @@ def tune(
     config: Configuration, out: str | Path, *, budget_s: float = 600.0, ranks: int = 1,
     loss: Loss | str | None = None, optimizer: Any = None,
 ) -> Tuned:  # fmt: skip
-    """Measure the plan's best settings, prove each, and write the fastest as YAML, as `optrush tune` does.
+    """Measure the plan's best settings, prove each, and write the fastest as YAML, like `optrush tune`.
 
     Args:
         out: the YAML to write; the records are in the folder of its name without the suffix.
         budget_s: maximum seconds of all processes together.
         ranks: processes on this machine, one per GPU.
-        loss, optimizer: as of `bench`.
+        loss, optimizer: as for `bench`.
 
     Returns:
         `config` (to train with), `ratio` (of its speed to the configuration's), `tried`, `sentence()`.
@@ -336,12 +336,12 @@ def export(
 
     Args:
         out: folder to write (default RUN/model).
-        checkpoint: a step or a folder; the best, else the newest intact one.
-        dtype: float32, bfloat16 or float16; as trained if not given.
+        checkpoint: a step or a folder; default: the best, else the newest intact one.
+        dtype: float32, bfloat16 or float16; default: as trained.
         adapter: export only the adapter, in PEFT's format, instead of merged weights.
 
     Raises:
-        UserError: no run there, or no such checkpoint.
+        UserError: the run or the checkpoint does not exist.
         RunError: the folder's logits differ by more than rounding explains.
 
     Example:
@@ -363,13 +363,13 @@ def generate(
 
     Args:
         model: a run's folder, a Hugging Face folder or hub id, or tiny.
-        prompts: a user's turn each, or a list of messages ({"role": ..., "content": ...}).
+        prompts: each a user's turn, or a list of messages ({"role": ..., "content": ...}).
         sampling: temperature, top_p, top_k, max_tokens (512), greedy.
         batch: prompts at once.
-        plain: texts are continued as they are, without the chat template.
+        plain: continue texts without the chat template.
 
     Returns:
-        An answer a prompt: `text`, `tokens` (their number), `finish` (stop, length).
+        One answer per prompt: `text`, `tokens` (their number), `finish` (stop, length).
 
     Raises:
         UserError: no such model, or an invalid prompt; nothing was generated.
@@ -380,8 +380,8 @@ def generate(
     from optrush.data.schema import RowLocation
     from optrush.generation import find_model, generate_answers, read_prompt
 
-    found = [
+    requests = [
         read_prompt(RowLocation(Path("prompts"), n + 1), {"prompt" if isinstance(p, str) else "messages": p}, plain)
         for n, p in enumerate(prompts)
     ]
-    return list(generate_answers(find_model(str(model)), found, sampling or Sampling(), seed=seed, batch=batch))
+    return list(generate_answers(find_model(str(model)), requests, sampling or Sampling(), seed=seed, batch=batch))

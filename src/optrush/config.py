@@ -1,6 +1,6 @@
 """Parse the YAML of a run into one frozen, strict model. Inert: no I/O, no torch, no rules between fields.
 
-Text -> `parse_yaml` (values, and the line of each) -> flags laid over them -> `Config`. Every mistake becomes one
+Text -> `parse_yaml` (values, and the line of each) -> flags applied to them -> `Config`. Every mistake becomes one
 ConfigError with file, line and the nearest name. Aliases are rejected: a training file has no use for them, and
 they let a small YAML expand to a large one.
 """
@@ -40,7 +40,7 @@ _PLAIN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in _KINDS)
 _KEY_TAGS = ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")  # the keys << and =
 _UNPAIRED = re.compile("[\ud800-\udfff]")
 LOGIN = re.compile(r"(?<=://)[^/\s@]+@")  # user:password@ of an address, or a token alone
-# YAML 1.1 reads 1e-5 as text; it is meant as a number.
+# YAML 1.1 reads 1e-5 as text; we read it as a number.
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
 # It reads these as numbers of base 60, 8 and 2; YAML 1.2 and most people do not.
 _OTHER_BASE = re.compile(r"[-+]?(\d[\d_]*:.*|0[0-7_]+|0b[01_]+)\Z")
@@ -359,7 +359,7 @@ class RewardRule(StrictModel):
 
 def _rewards(value: object) -> object:
     values = value if isinstance(value, list | tuple) else [value]
-    return tuple({"use": one} if isinstance(one, str) else one for one in values)
+    return tuple({"use": v} if isinstance(v, str) else v for v in values)
 
 
 class Grpo(StrictModel):
@@ -409,7 +409,7 @@ class RolloutServer(StrictModel):
     timeout: Annotated[float, Field(gt=0, le=1e6)] = 600.0  # seconds per request
 
 
-# Objectives with a section of their own name.
+# Objectives with a section of the same name.
 SECTIONS: dict[
     str, type[Dpo] | type[Kto] | type[Orpo] | type[Simpo] | type[Reward] | type[Distill] | type[Grpo]
 ] = {
@@ -497,14 +497,14 @@ class Config(StrictModel):
     @classmethod
     def _own_objective(cls, given: Any) -> Any:
         """Return `objective: {use: NAME, rows: chat}` as the built-in objective with those rows, plus the loss."""
-        own = given.get("objective") if isinstance(given, dict) else None
-        if not isinstance(own, dict) or given.get("loss") is not None:
+        objective = given.get("objective") if isinstance(given, dict) else None
+        if not isinstance(objective, dict) or given.get("loss") is not None:
             return given
-        sound = isinstance(own.get("rows"), str) and own["rows"] in ROWS
-        if "use" not in own or not sound or own.keys() - _OWN_OBJECTIVE:
+        sound = isinstance(objective.get("rows"), str) and objective["rows"] in ROWS
+        if "use" not in objective or not sound or objective.keys() - _OWN_OBJECTIVE:
             return given  # rejected as a value of `objective`
-        used = {key: own[key] for key in ("use", "options") if key in own}
-        return {**given, "objective": ROWS[own["rows"]], "loss": used}
+        used = {key: objective[key] for key in ("use", "options") if key in objective}
+        return {**given, "objective": ROWS[objective["rows"]], "loss": used}
 
     @model_validator(mode="before")
     @classmethod
@@ -641,14 +641,14 @@ def parse_yaml(text: str, where: str, own: bool = False) -> tuple[dict[str, Any]
         own: `dump_config` wrote the text; no size limit.
 
     Raises:
-        ConfigError: not YAML; a key twice, an alias, a tag, a key that is no text; no mapping at the top; too long or
-            too deep.
+        ConfigError: not YAML; a duplicate key, an alias, a tag, a key that is not text; no mapping at the top; too long
+            or too deep.
     """
     if len(text) > LONGEST_YAML and not own:
         raise ConfigError(where, f"{len(text):,} characters; the limit is {LONGEST_YAML:,}", ELSEWHERE)
     try:
         node = yaml.compose(text, Loader=_OwnLoader if own else _Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: the digits of a directive
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: digits in a directive
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
         if isinstance(error, _RefusedNode):
@@ -663,8 +663,8 @@ def parse_yaml(text: str, where: str, own: bool = False) -> tuple[dict[str, Any]
 
 
 def parse_scalar(text: str) -> Any:
-    """Return the value of a flag, by YAML's rules and the rule for 1e-5."""
-    if _UNPAIRED.search(text):  # bytes of the command line that are no UTF-8
+    """Return the value of a flag, by YAML's rules and our rule for 1e-5."""
+    if _UNPAIRED.search(text):  # bytes of the command line that are not UTF-8
         raise ConfigError("a value of a flag", f"{text!r}, which is not UTF-8", "remove that character")
     try:
         node = yaml.compose(text, Loader=_Loader) if len(text) <= LONGEST_YAML else None
@@ -678,10 +678,10 @@ MOST_LISTED = 50  # names in a message
 
 def nearest(name: str, known: Iterable[str], page: str = "") -> str:
     """Return a hint for an unknown name: the nearest known one, the list, or the nearest of a list on a page."""
-    names = {one.lower(): one for one in sorted(known)}
+    names = {k.lower(): k for k in sorted(known)}
     close = difflib.get_close_matches(name.lower(), names, 1, 0.6)
     if not close and len(names) > MOST_LISTED:
-        near = ", ".join(names[one] for one in difflib.get_close_matches(name.lower(), names, 5, 0.0))
+        near = ", ".join(names[k] for k in difflib.get_close_matches(name.lower(), names, 5, 0.0))
         return f"nearest: {near}; {f'all {len(names)} are in {page}' if page else f'{len(names) - 5} more exist'}"
     return f"did you mean `{names[close[0]]}`?" if close else "known: " + ", ".join(names.values())
 
@@ -748,7 +748,7 @@ def set_value(data: dict[str, Any], flag: str) -> Keys:
     """Set the value of a flag `--set KEY=VALUE`; return the place of its key.
 
     Raises:
-        ConfigError: no `key=value`, or a key inside a value that is no mapping.
+        ConfigError: not `key=value`, or a key inside a value that is not a mapping.
     """
     path, equals, value = flag.partition("=")
     keys = path.split(".")
@@ -767,7 +767,7 @@ def set_value(data: dict[str, Any], flag: str) -> Keys:
 def explain(
     error: ValidationError, where: str, lines: Mapping[Keys, int], flags: Mapping[Keys, str], root: type[StrictModel]
 ) -> ConfigError:
-    """Return the first mistake of a file, whose whole is a `root`, and of its flags as a three-line error."""
+    """Return the first mistake of a file with the schema `root`, or of its flags, as a three-line error."""
     problems = error.errors()
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     path = _path(first["loc"])
@@ -791,8 +791,8 @@ def explain(
             hint = foreign_spelling(str(path[-1]), first["input"]) or elsewhere or hint
         return ConfigError(f"{place}: `{name}`", "no such key", hint)
     here = [p for p in problems if _path(p["loc"])[: len(path)] == path]
-    whole = all(p["type"] == "model_type" for p in here)
-    do = _whole_section(root, path, first["input"], flag) if whole else accepted(here)
+    section = all(p["type"] == "model_type" for p in here)
+    do = _whole_section(root, path, first["input"], flag) if section else accepted(here)
     if path == ("objective",):
         do += f"; one of your own: `objective: {{use: FILE.py:NAME, rows: {'|'.join(ROWS)}}}`"
     if path[:2] == ("data", "columns") and path[-1] in get_args(Column) and isinstance(first["input"], str):
@@ -801,7 +801,7 @@ def explain(
     return ConfigError(f"{place}: `{name}`", found, do)
 
 
-# What a value must be, by pydantic's type of the error; in braces what its context has.
+# Required form of a value by pydantic's type of the error; values in braces come from its context.
 ACCEPTED = {
     "file": "a path", "string_type": "text", "string_too_short": "text that is not empty",
     "bool_type": "true or false", "int_type": "a whole number", "int_from_float": "a whole number",
@@ -816,13 +816,13 @@ ACCEPTED = {
 
 
 def accepted(problems: Iterable[ErrorDetails]) -> str:
-    """Return what to give in place of a value, of a union what each of its members takes."""
+    """Return the accepted form of a value; for a union, the forms of all its members."""
     texts = [_accepted(p) for p in problems]
     return "give " + " or ".join(dict.fromkeys(texts))
 
 
 def _accepted(problem: ErrorDetails) -> str:
-    form = ACCEPTED.get(problem["type"])  # another system's options may have types of error that ours have not
+    form = ACCEPTED.get(problem["type"])  # another system's options may have error types that ours do not
     context = problem.get("ctx", {})
     bounds = {key: int(value) for key, value in context.items() if isinstance(value, float) and value == int(value)}
     text = problem["msg"] if form is None else form.format(**{**context, **bounds})
@@ -830,14 +830,14 @@ def _accepted(problem: ErrorDetails) -> str:
 
 
 def _whole_section(root: type[BaseModel], path: Keys, given: Any, flag: str | None) -> str:
-    """Return what to write where a value stands in place of a section: under its first key, if that takes the value."""
+    """Return the fix for a value in place of a section: under the section's first key, if that accepts the value."""
     part, name = _part(root, path), ".".join(map(str, path))
     keys = yaml_keys(part)
     try:
-        found = part.model_validate({keys[0]: given})
+        filled = part.model_validate({keys[0]: given})
     except ValidationError:
-        found = None
-    if found is None or given is None:
+        filled = None
+    if filled is None or given is None:
         return f"give a mapping {{KEY: VALUE}} with the keys {', '.join(keys)}"
     if flag is not None:
         return f"write `--set {name}.{keys[0]}={inline_yaml(given)}`"
@@ -848,17 +848,17 @@ def _whole_section(root: type[BaseModel], path: Keys, given: Any, flag: str | No
 
 
 def _path(loc: Keys) -> Keys:
-    """Return the place of a mistake without the names that pydantic gives to the branches of a union."""
+    """Return the place of a mistake without pydantic's names for the branches of a union."""
     return tuple(p for p in loc if not (isinstance(p, str) and re.search(r"[\[\(]|^(str|int|float|Origin)$", p)))
 
 
 def yaml_keys(part: type[BaseModel], path: Keys = ()) -> list[str]:
-    """Return the keys that a YAML file may have next to the one at `path`."""
+    """Return the valid keys next to the one at `path`."""
     return [f.alias or name for name, f in _part(part, path[:-1]).model_fields.items() if not f.exclude]
 
 
 def _elsewhere(key: str) -> str:
-    """Return a hint for a key that is at the top, or in other sections than where it was written; empty: nowhere."""
+    """Return a hint for a key that belongs at the top or in other sections; empty: in no section."""
     parts = {name: _model(f.annotation) for name, f in Config.model_fields.items() if name != "tracker"}
     places = [key] if key in yaml_keys(Config) else []
     places += [f"{name}.{key}" for name, part in parts.items() if part and key in yaml_keys(part)]
@@ -874,7 +874,7 @@ def _part(part: type[BaseModel], path: Keys) -> type[BaseModel]:
 
 
 def _model(annotation: Any) -> type[BaseModel] | None:
-    """Return the mapping that a key may hold: X | None, or a list of X."""
+    """Return the section type of a key: X for X | None, or for a list of X."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((m for a in get_args(annotation) if (m := _model(a))), None)
@@ -882,15 +882,15 @@ def _model(annotation: Any) -> type[BaseModel] | None:
 
 # --- secrets
 #
-# A run writes its configuration into run.yaml, into every checkpoint and to its tracker; so an address with a password
-# in it is refused, and the error does not repeat it.
+# A run writes its configuration to run.yaml, to every checkpoint and to its tracker. So an address with a password is
+# rejected, and the error does not repeat it.
 
 _NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _SHORTEST = 6  # a shorter value would be found in ordinary words
 
 
 def refuse_secrets(config: Config) -> None:
-    """Raise ConfigError, with the key and not the value, where a configuration contains a password."""
+    """Raise ConfigError, with the key but not the value, if a configuration contains a password."""
     for key, value in _texts(config.model_dump(mode="json", by_alias=True)):
         if LOGIN.search(value):
             do = "remove it; set the credential variables of the library that opens the address"
@@ -916,7 +916,7 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts(part, key)
 
 
-# --- how an answer is drawn: flags and `/set` are checked before a model is loaded
+# --- sampling of answers: flags and `/set` are checked before a model is loaded
 
 
 @dataclass(frozen=True)

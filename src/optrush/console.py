@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from optrush.launch import launched
 
-JOINERS = "\u200c\u200d"  # of letters and of emoji; harmless for a terminal
+JOINERS = "\u200c\u200d"  # join letters and emoji; harmless for a terminal
 
 
 def shown(text: str) -> str:
@@ -32,8 +32,8 @@ def shown(text: str) -> str:
 def transformers_silenced() -> Iterator[None]:
     """Turn off the progress bars, reports and generated docstrings of transformers.
 
-    What matters in its reports is checked and raised here. A docstring that it generates for the first config class
-    imports every model and its generation: 7 s of each start with transformers 5.17.
+    The important findings of its reports are checked and raised here. Generating the docstring of the first config
+    class imports every model and its generation: 7 s of each start with transformers 5.17.
     """
     from transformers import utils
     from transformers.utils import logging
@@ -66,7 +66,7 @@ class _Log(Console):
                 raise
 
 
-LOST = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # a line of the log that cannot be written ends no run; EIO: no terminal
+LOST = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # such an error on a log line does not end a run; EIO: no terminal
 err = _Log(stderr=True, highlight=False, soft_wrap=True)
 QUIET_S, EVERY_S = 2.0, 5.0  # without lines before the first; between two lines
 Item = TypeVar("Item")
@@ -82,10 +82,10 @@ def count(n: float) -> str:
 
 def duration(seconds: float) -> str:
     """Format seconds: 42 s, 3 min 20 s, 5 h 12 min."""
-    whole = round(seconds)
-    if whole < 120:
-        return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 7200 else f"{whole // 3600} h {whole % 3600 // 60} min"
+    total = round(seconds)
+    if total < 120:
+        return f"{total} s"
+    return f"{total // 60} min {total % 60} s" if total < 7200 else f"{total // 3600} h {total % 3600 // 60} min"
 
 
 def line(m: dict[str, Any]) -> str:
@@ -113,7 +113,7 @@ def _rewards(m: dict[str, Any], kind: str = "") -> str:
 
 
 class Bar:
-    """Progress over the steps of a run, from its records of metrics: lines, and under them a bar on a terminal.
+    """Progress over the steps of a run, from its metrics records: lines, and on a terminal a bar below them.
 
     The time left is estimated from all steps so far.
     """
@@ -147,7 +147,7 @@ class Bar:
 
 
 def passing(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """Yield the items and show the time left: a bar on a terminal, a line now and then elsewhere."""
+    """Yield the items and show the time left: a bar on a terminal, occasional lines elsewhere."""
     if launched()[0] == 0 and sys.stderr.isatty():
         yield from track(items, escape(what), total, console=err, transient=True)
         return
@@ -173,5 +173,5 @@ def loading(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a line about this rank, whichever it is."""
+    """Print a line about this rank, on any rank."""
     err.print(shown(text), markup=False)

@@ -1,10 +1,10 @@
-"""Decide what a configuration leaves open: method, techniques, micro-batch, learning rate, mesh. Pure.
+"""Decide the open questions of a configuration: method, techniques, micro-batch, learning rate, mesh. Pure.
 
-checks between fields -> the model's config.json -> for each method that is open the fastest set of techniques that fits
-(`planner.sets`; a set that the file names is fixed, and only its micro-batch is chosen) -> claims and needs on the
-device -> `Decided`. Every verb calls `decide`, so that all of them give the same answer.
+checks between fields -> the model's config.json -> for each open method the fastest set of techniques that fits
+(`planner.sets`; a set in the file is fixed, and only its micro-batch is chosen) -> claims and needs on the device ->
+`Decided`. Every verb calls `decide`, so that all of them give the same answer.
 
-A `Config` is changed here and nowhere else (`changed`).
+A `Config` is changed only here (`changed`).
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ from optrush.technique import (
 )
 from optrush.techniques import ALL
 
-ROOM = 64  # tokens of a slot are a multiple of so many
-SLOTS = 64  # answers that are sampled at the same time on a CPU, where nobody says how many
-CACHED = 4  # and of a GPU's memory one part of so many, which their keys and values may take
+ROOM = 64  # tokens per slot are a multiple of it
+SLOTS = 64  # answers sampled at the same time on a CPU, by default
+CACHED = 4  # on a GPU, their keys and values may take 1 / CACHED of its memory
 
 
 class NothingFits(NeedsError):
@@ -85,7 +85,7 @@ ROW_KEYS = {"sft": "messages", "kto": "prompt, completion, label", "grpo": "inst
 
 @dataclass(frozen=True)
 class Reason:
-    """One open question, and what was decided why."""
+    """One open question, the answer and its reason."""
 
     question: str  # "method", "techniques", "micro-batch", ...
     answer: str
@@ -93,25 +93,25 @@ class Reason:
 
 @dataclass(frozen=True)
 class Decided:
-    """A run without open questions, which has passed every check that needs no model."""
+    """A run without open questions that passed every check without the model itself."""
 
-    config: Config  # its techniques, micro-batch and learning rate are written out
+    config: Config  # with explicit techniques, micro-batch and learning rate
     techniques: list[Technique]
     env: Environment
     folder: Path | None
-    hf: dict[str, Any]  # config.json as the config stage left it
-    applied: tuple[Edit, ...]  # of the config stage
-    growth: Growth | None = None  # of the vocabulary
-    scored: bool = False  # the model gets a score in place of next tokens
+    hf: dict[str, Any]  # config.json after the config stage
+    applied: tuple[Edit, ...]  # edits of the config stage
+    growth: Growth | None = None  # growth of the vocabulary
+    scored: bool = False  # the model outputs a score in place of next tokens
     teacher: tuple[Path | None, dict[str, Any]] | None = None  # its folder and config.json
-    reasons: tuple[Reason, ...] = ()  # of what the file left open
+    reasons: tuple[Reason, ...] = ()  # answers to the file's open questions
 
     def shared_ids(self, vocab: int) -> int:
-        """Return how many token ids both the model, with `vocab` of them, and its teacher embed."""
+        """Return the number of token ids that both the model, with `vocab` ids, and its teacher embed."""
         return min(vocab, (text_config(self.teacher[1]).get("vocab_size") if self.teacher else None) or vocab)
 
     def lines(self) -> list[str]:
-        """Return what was decided as at most six lines; empty: nothing was open."""
+        """Return the decisions as at most six lines; empty: nothing was open."""
         width = max((len(r.question) for r in self.reasons), default=0)
         title = [f"decided for {self.env.device.name}:"] if self.reasons else []
         return title + [f"  {r.question:<{width}}  {r.answer}" for r in self.reasons]
@@ -133,16 +133,16 @@ def decide(
     config: Config, classes: Sequence[type[Technique]] = ALL, ranks: int | None = None, device: Device | None = None, *,
     here: bool | None = None, choose: bool | None = None,
 ) -> Decided:  # fmt: skip
-    """Answer what a configuration leaves open, and check the result.
+    """Answer the open questions of a configuration, and check the result.
 
     Args:
-        ranks: processes; None: those of the launcher.
+        ranks: processes; None: the launcher's.
         device: the device to plan for; None: this machine's, to train on.
-        here: leave out techniques that this machine lacks packages or compilers for; None: if it is to train.
-        choose: choose techniques next to the configured ones; None: if `with` is left out, or the method is `auto`.
+        here: leave out techniques whose packages or compilers this machine lacks; None: True if `device` is None.
+        choose: choose techniques next to the configured ones; None: True without `with`, or with `method: auto`.
 
     Raises:
-        UserError: in its three lines; nothing has been written.
+        UserError: something must be changed; nothing was written.
     """
     ranks = launched()[1] if ranks is None else ranks
     if ranks < 1:
@@ -155,9 +155,9 @@ def decide(
     if not choose and isinstance(config.batch.micro_tokens, int):
         decided = _checked(config, classes, ranks, device)
         return dataclasses.replace(decided, reasons=tuple(_sampling(decided)))
-    asked = config
+    given = config
     if isinstance(config.batch.micro_tokens, int):
-        rows_of_batch(config, 1)  # refuses what divides into no rows
+        rows_of_batch(config, 1)  # rejects sizes that do not divide into rows
     if config.batch.micro_tokens == "auto":
         config = _with_chooser(config, classes)
     if choose:
@@ -165,8 +165,8 @@ def decide(
     else:
         config, reasons = _choose_size(with_method(config), classes, ranks, device)
     decided = _checked(config, classes, ranks, device)
-    if asked.batch.micro_tokens is None and decided.env.device.kind == "cuda" and native_obstacle(decided.hf):
-        with suppress(UserError):  # no step of its family was measured: halved where memory runs out
+    if given.batch.micro_tokens is None and decided.env.device.kind == "cuda" and native_obstacle(decided.hf):
+        with suppress(UserError):  # no step of its family was measured: halve it if memory runs out
             decided = _checked(_with_chooser(config, classes), classes, ranks, device)
     if "lr" not in config.optim.model_fields_set and decided.config.optim.lr != config.optim.lr:
         reasons.append(Reason("learning rate", f"{decided.config.optim.lr:g}, the default of adapters"))
@@ -174,7 +174,7 @@ def decide(
 
 
 def _sampling(decided: Decided) -> Iterator[Reason]:
-    """Yield what sampling takes. Nothing where no answers are sampled."""
+    """Yield the requirements of sampling; none if no answers are sampled."""
     r, shape = decided.env.rollout, decided.env.shape
     if r is None or r.served or not isinstance(shape, ModelShape):
         return
@@ -188,7 +188,7 @@ def _sampling(decided: Decided) -> Iterator[Reason]:
 
 
 def _rollout(config: Config, ranks: int, shape: object, device: Device) -> Rollout | None:
-    """Return what each rank samples in a step."""
+    """Return the answers that each rank samples per step."""
     if (g := config.grpo) is None or config.objective != "grpo":
         return None
     answers, longest = -(-g.prompts // ranks) * g.group, estimate_longest(config) or config.batch.seq
@@ -208,7 +208,7 @@ def _rollout(config: Config, ranks: int, shape: object, device: Device) -> Rollo
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return the configuration with other values, each by its key: `seed`, `batch.micro_tokens`, `with`."""
+    """Return the configuration with changed values by key: `seed`, `batch.micro_tokens`, `with`."""
     sections: dict[str, Any] = {}
     for key, value in changes.items():
         name, _, inner = key.partition(".")
@@ -220,37 +220,37 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def with_method(config: Config) -> Config:
-    """Return the configuration with its method's techniques next to its own, whose options stay.
+    """Return the configuration with its method's techniques added; its own techniques keep their options.
 
     Raises:
-        ConfigError: a technique of the file that another method has.
+        ConfigError: the file has a technique of another method.
     """
     if config.method is None or config.method == "auto":
         return config
-    own = METHODS[config.method]
-    others = {name for parts in METHODS.values() for name in parts} - own.keys()
+    required = METHODS[config.method]
+    others = {name for parts in METHODS.values() for name in parts} - required.keys()
     if odd := sorted(others & config.with_.keys()):
-        fitting = next((m for m, parts in METHODS.items() if {*odd, *own} <= parts.keys()), "auto")
+        fitting = next((m for m, parts in METHODS.items() if {*odd, *required} <= parts.keys()), "auto")
         do = f"leave one of the two out, or write `method: {fitting}`"
         raise ConfigError(f"`method: {config.method}`", f"`with.{odd[0]}`, which is not part of that method", do)
-    if own.keys() <= config.with_.keys():
+    if required.keys() <= config.with_.keys():
         return config
-    return changed(config, {"with": {**own, **config.with_}})
+    return changed(config, {"with": {**required, **config.with_}})
 
 
 def spelled_out(config: Config) -> Config:
-    """Return the configuration with its method as techniques alone, which a caller may then change."""
+    """Return the configuration with its method expressed only as techniques, which a caller may then change."""
     return config if config.method == "auto" else changed(with_method(config), {"method": None})
 
 
 def with_setting(config: Config, setting: Candidate) -> Config:
-    """Return the configuration with the techniques and the micro-batch of a search's result."""
+    """Return the configuration with the techniques and micro-batch of a search's result."""
     with_ = {name: dict(options) for name, options in setting.with_.items()}
     return changed(config, {"with": with_, "batch.micro_tokens": setting.micro_rows * config.batch.seq})
 
 
 def with_rate(config: Config, classes: Sequence[type[Technique]] = ALL) -> Config:
-    """Return the configuration with a learning rate where none is given: adapters' own, unless it trains on pairs."""
+    """Return the configuration with a default learning rate if it has none: higher for adapters, except on pairs."""
     if "lr" in config.optim.model_fields_set:
         return config
     adapters = any(Part.ADAPTERS in t.claims for t in instantiate(classes, with_method(config).with_))
@@ -258,10 +258,10 @@ def with_rate(config: Config, classes: Sequence[type[Technique]] = ALL) -> Confi
 
 
 def with_answers(config: Config, classes: Sequence[type[Technique]] = ALL) -> Config:
-    """Return a configuration of sampled answers with a step of as many rows, and the learning rate of such runs.
+    """Return a configuration of sampled answers with their rows per step, and the learning rate of such runs.
 
     Raises:
-        ConfigError: `batch.tokens` is another number than the answers of a step have room for.
+        ConfigError: `batch.tokens` differs from the room of a step's answers.
     """
     g, b = config.grpo or Grpo(), config.batch
     if config.objective != "grpo":
@@ -280,14 +280,14 @@ def with_answers(config: Config, classes: Sequence[type[Technique]] = ALL) -> Co
 
 
 def refuse_sampled(config: Config, asked: str) -> None:
-    """Raise ConfigError where steps are to be repeated or measured that a run samples from its own weights."""
+    """Raise ConfigError if steps with answers sampled from the run's own weights would be repeated or measured."""
     if config.objective == "grpo":
         found = "`objective: grpo`, whose steps are sampled from the weights of the steps before"
         raise ConfigError(asked, found, "optrush train, or a ladder with `quality:`, which trains whole runs")
 
 
 def with_reference(config: Config, kind: str) -> Config:
-    """Return the configuration with its reference from there; without one as it is."""
+    """Return the configuration with its reference from that source; unchanged without a reference."""
     section = JUDGED if config.objective == JUDGED else "dpo"
     return config if config.referenced is None else changed(config, {f"{section}.reference": kind})
 
@@ -303,7 +303,7 @@ def without_adapters(config: Config, classes: Sequence[type[Technique]] = ALL) -
     """Return the configuration for a trained and exported model, whose weights include its adapters.
 
     Returns:
-        It without the techniques that claim or need TRAINED, which would add adapters and quantise again; their names.
+        It without techniques that claim or need TRAINED, which would add adapters and quantize again; their names.
     """
     config = spelled_out(config)
     gone = [c.name for c in classes if Part.TRAINED in c.claims | c.wants and c.name in config.with_]
@@ -312,10 +312,10 @@ def without_adapters(config: Config, classes: Sequence[type[Technique]] = ALL) -
 
 
 def as_begun(config: Config, ranks: int) -> Config:
-    """Return the configuration with what its run decided when it began, where it has begun: a resumed run keeps that.
+    """Return the configuration with the decisions of its run's start, if it has started: a resumed run keeps them.
 
-    What the file names now stays, so that the checks of a resume find a change. On another number of ranks than before
-    the work is shared by the first technique that can.
+    Values in the file stay, so that the checks of a resume find changes. On another number of ranks than before, the
+    first possible technique shares the work.
 
     Raises:
         UserError: the run.yaml there cannot be read.
@@ -330,7 +330,7 @@ def as_begun(config: Config, ranks: int) -> Config:
         if (named is None and "with_" not in config.model_fields_set) or config.method == "auto":
             named = before.method
         with_ = {**before.with_, **config.with_}
-        apart = RANK_PARTS if ranks == 1 else {Part.CAPTURE}  # what this number of ranks has no place for
+        apart = RANK_PARTS if ranks == 1 else {Part.CAPTURE}  # parts that this number of ranks does not support
         without = {c.name for c in ALL if c.claims & apart and c.name not in config.with_}
         with_ = {name: options for name, options in with_.items() if name not in without}
         if ranks > 1 and not any(Part.DATA in c.claims for c in ALL if c.name in with_):
@@ -348,43 +348,43 @@ def as_begun(config: Config, ranks: int) -> Config:
 def problem_of(
     config: Config, classes: Sequence[type[Technique]], ranks: int, device: Device | None, *, fixed: bool = True
 ) -> Problem:
-    """Return the constants of a search for a configuration whose techniques are in `with`.
+    """Return the constants of a search for a configuration with its techniques in `with`.
 
     Args:
         device: None: this machine's.
-        fixed: keep the micro-batch, where the configuration has a number.
+        fixed: keep the micro-batch if the configuration has a number.
     """
     config = with_answers(config, classes)
     micro, seq = config.batch.micro_tokens, config.batch.seq
-    # Of the techniques only the owner of what is trained, and one row a micro-batch: what every set has.
+    # Check only what every set has: the owner of the trained parameters, and one row per micro-batch.
     kept = {c.name: config.with_[c.name] for c in classes if Part.TRAINED in c.claims and c.name in config.with_}
     bare = changed(config, {"with": kept, "method": None, "batch.micro_tokens": seq})
     here = device is None
-    if device is None or device == hardware.CPU:  # without memory and rates
+    if device is None or device == hardware.CPU:  # no memory and rates
         device = _device(ranks)
     checked = _checked(bare, classes, 1, device, weights=here)
     lengths = estimate_fill(config)
-    always = [c for c in classes if c.name in config.with_ and not c.searched]  # no set is without them
+    always = [c for c in classes if c.name in config.with_ and not c.searched]  # every set has them
     axes = mesh_axes(instantiate(always, {c.name: config.with_[c.name] for c in always}), ranks)
     rollout = _rollout(config, ranks, checked.env.shape, checked.env.device)
     env = dataclasses.replace(checked.env, ranks=ranks, reach=lengths.reach, axes=axes, rollout=rollout)
     rows = micro // seq if fixed and isinstance(micro, int) else None
-    found = calibration.for_device(env.device)
+    rates = calibration.for_device(env.device)
     read = stand_in if checked.env.shape is None and native_obstacle(checked.hf) else shape_of
-    read(checked.hf)  # raises what no set could mend
-    return Problem(checked.hf, env, lengths.padding, found, rows, read, run_tokens(config))
+    read(checked.hf)  # raises errors that no set avoids
+    return Problem(checked.hf, env, lengths.padding, rates, rows, read, run_tokens(config))
 
 
 def stand_in(hf: HF) -> ModelShape:
-    """Return the shape of a dense decoder with the sizes of a model that has no memory plan.
+    """Return the shape of a dense decoder with the sizes of a model without a memory plan.
 
-    It puts sets and micro-batches in order; nothing that it predicts is shown.
+    It ranks sets and micro-batches; its predictions are not shown.
 
     Raises:
-        NeedsError: config.json has no such sizes.
+        NeedsError: config.json lacks the sizes.
     """
     text = text_config(hf)
-    if not {"hidden_size", "n_embd", "d_model"} & text.keys():  # what config.json leaves to the family's defaults
+    if not {"hidden_size", "n_embd", "d_model"} & text.keys():  # config.json leaves them to the family's defaults
         from transformers import AutoConfig
 
         with suppress(ValueError, TypeError):
@@ -413,21 +413,21 @@ def stand_in(hf: HF) -> ModelShape:
 def _choose_set(
     config: Config, classes: Sequence[type[Technique]], ranks: int, device: Device | None, here: bool
 ) -> tuple[Config, list[Reason]]:
-    """Choose the first method that fits, of `full`, `lora`, `qlora`, with its fastest set that keeps the maths.
+    """Choose the first of `full`, `lora`, `qlora` that fits, with its fastest set that keeps the maths.
 
     Raises:
         NeedsError: nothing fits.
     """
-    instantiate(classes, config.with_)  # refuses unknown names and options
+    instantiate(classes, config.with_)  # rejects unknown names and options
     automatic = config.method == "auto"
     tried = tuple(METHODS) if automatic else (config.method or "full",)
     least: Short | None = None
     refused: NeedsError | None = None
-    able: list[str] = []  # those that go with the techniques of the file
+    able: list[str] = []  # methods compatible with the file's techniques
     for method in tried:
         try:
             of = with_method(changed(config, {"method": method}))
-        except ConfigError:  # the file names techniques of another method
+        except ConfigError:  # the file has techniques of another method
             if not automatic:
                 raise
             continue
@@ -435,7 +435,7 @@ def _choose_set(
         try:
             problem = problem_of(of, classes, ranks, device)
             result = search_sets(problem, classes, of.with_, keep_maths=True, whole=False, here=here, keep=of.with_)
-        except NeedsError as error:  # the model has no such method
+        except NeedsError as error:  # the model does not support the method
             refused = refused or error
             continue
         least = min(filter(None, (least, result.least)), key=lambda s: s.score, default=None)
@@ -451,7 +451,7 @@ def _choose_set(
         raise refused
     if least is None and isinstance(config.batch.micro_tokens, int):
         rows_of_batch(config, ranks)
-    if least is None:  # no set is possible, whatever the memory
+    if least is None:  # no set is possible with any memory
         _choose_size(of, classes, ranks, device)
     what = "any method" if automatic else config.method or "full"
     asked = f"method {what} on {problem.env.device.name}, with optimizer and {config.model.dtype} weights as configured"
@@ -462,7 +462,7 @@ def _choose_set(
 def _what_fits(
     config: Config, classes: Sequence[type[Technique]], ranks: int, device: Device | None, here: bool
 ) -> str:
-    """Return the line to write for a set that fits at a cost in quality, of the method that costs least."""
+    """Return the line to write for a set that fits at a cost in quality, by the method with the least cost."""
     for method in METHODS:
         with suppress(UserError):
             of = with_method(changed(config, {"method": method}))
@@ -479,10 +479,10 @@ def _what_fits(
 def _choose_size(
     config: Config, classes: Sequence[type[Technique]], ranks: int, device: Device | None
 ) -> tuple[Config, list[Reason]]:
-    """Choose the micro-batch of the configured techniques; the smallest where none fits, which a rehearsal tries.
+    """Choose the micro-batch of the configured techniques; if none fits, the smallest, to be tried in a rehearsal.
 
     Raises:
-        UserError: the techniques go with no micro-batch.
+        UserError: no micro-batch is compatible with the techniques.
     """
     techniques = instantiate(classes, config.with_)
     problem = problem_of(config, classes, ranks, device, fixed=False)
@@ -496,16 +496,16 @@ def _choose_size(
         sized = changed(config, {"batch.micro_tokens": rows * config.batch.seq})
         try:
             _checked(sized, classes, ranks, device)
-        except NeedsError as error:  # some techniques need a step of one micro-batch
+        except NeedsError as error:  # some techniques need one micro-batch per step
             refused.append(error)
             continue
         needs = "" if result is None else f": by the plan none fits, {result.text()} are needed"
         return sized, [Reason("micro-batch", f"{_rows_text(rows, config.batch.seq)}{needs}")]
-    raise max(refused, key=lambda error: sum(str(error) == str(other) for other in refused))  # whatever the size
+    raise max(refused, key=lambda error: sum(str(error) == str(other) for other in refused))  # the most frequent error
 
 
 def _size_reasons(config: Config, setting: Candidate, problem: Problem) -> Iterator[Reason]:
-    """Yield why a micro-batch was taken, and what divides the run over several ranks."""
+    """Yield the reasons for the micro-batch, and for the division of the run over several ranks."""
     p = setting.prediction
     if not isinstance(config.batch.micro_tokens, int):
         rows = _rows_text(setting.micro_rows, config.batch.seq)
@@ -525,12 +525,12 @@ def _rows_text(rows: int, seq: int) -> str:
 
 
 def techniques_text(techniques: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return techniques as --with takes them, one after the other."""
+    """Return techniques in the format of --with, separated by spaces."""
     return " ".join(n + (":" + ",".join(f"{k}={v}" for k, v in o.items()) if o else "") for n, o in techniques.items())
 
 
 def _with_chooser(config: Config, classes: Sequence[type[Technique]]) -> Config:
-    """Add the owner of the micro-batch, which halves it where memory runs out, unless the file names one."""
+    """Add the owner of the micro-batch, which halves it if memory runs out, unless the file has one."""
     owners = [c.name for c in classes if Part.MICRO_BATCH in c.claims]
     if not owners:
         do = f"give a multiple of {config.batch.seq}"
@@ -547,10 +547,10 @@ def _checked(
     config: Config, classes: Sequence[type[Technique]], ranks: int, device: Device | None, *,
     weights: bool | None = None,
 ) -> Decided:  # fmt: skip
-    """Check a configuration whose techniques and micro-batch are given.
+    """Check a configuration with given techniques and micro-batch.
 
     Args:
-        weights: the model's weights are needed, not only its config.json; None: on this machine's device.
+        weights: require the model's weights, not only its config.json; None: True if `device` is None.
     """
     weights = device is None if weights is None else weights
     config = with_method(config)
@@ -563,7 +563,7 @@ def _checked(
     rows, micro_rows = rows_of_batch(config, ranks // each, each)
     folder, hf = locate(config, weights=weights)
     if config.model.chat_template is not None and folder is not None:
-        read_generation(folder)  # its end of a turn is added after the last step
+        read_generation(folder)  # its end-of-turn token is added after the last step
     growth = grow(config, folder, text_config(hf))
     hf = hf if growth is None else with_vocabulary(hf, growth.vocab)
     text = text_config(hf)
@@ -575,7 +575,7 @@ def _checked(
     native = config.model.implementation != "transformers" and obstacle is None
     known = ModelShape.read(hf) if obstacle is None else find_traced(hf)
     shape = known if native or obstacle else None
-    if not native:  # padding has positions too, and a table of them ends
+    if not native:  # padding has positions too, and a position table is finite
         check_positions(text, config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     here = device is None
     device = device or _training_device(ranks)
@@ -599,18 +599,18 @@ def _checked(
     env = settle(techniques, env, classes)
     check_reference(env, config.objective)
     check_teacher(env)
-    if here:  # before hours of tokenising
+    if here:  # before hours of tokenization
         for technique in techniques:
             refuse_unmet(missing(technique))
     return Decided(config, techniques, env, folder, hf, tuple(edits), growth, config.scored, teacher)
 
 
 def _images(config: Config, folder: Path | None, hf: HF, native: bool) -> RowImages | None:
-    """Return the images of the first rows, and the tower of the base; None: rows have none.
+    """Return the images of the first rows, and the base's vision tower; None: rows have no images.
 
     Raises:
-        NeedsError: a part of a tower is to be trained that the base does not have.
-        DataError: the run does not read them, and would stop at the first one.
+        NeedsError: the configuration trains a part of a tower that the base does not have.
+        DataError: the run does not support images, and would stop at the first one.
     """
     part, tower, seen = config.tower_part, tower_sizes(hf) if native and folder else None, first_images(config)
     if part != "none" and tower is None:
@@ -631,9 +631,9 @@ def _images(config: Config, folder: Path | None, hf: HF, native: bool) -> RowIma
 
 
 def resized(decided: Decided, rows: int) -> Decided:
-    """Return the same with another micro-batch, or raise NeedsError if a technique does not allow it."""
+    """Return the decided run with another micro-batch, or raise NeedsError if a technique does not allow it."""
     env = dataclasses.replace(decided.env, micro_rows=rows)
-    # The owner of MEMORY has already replaced the device by a smaller one, and would do so again.
+    # The owner of MEMORY has already replaced the device by a smaller one, and would shrink it again.
     others = [t for t in decided.techniques if Part.MEMORY not in t.claims]
     refuse_unmet(unmet(others, env))
     config = changed(decided.config, {"batch.micro_tokens": rows * env.seq})
@@ -641,7 +641,7 @@ def resized(decided: Decided, rows: int) -> Decided:
 
 
 def _training_device(ranks: int) -> Device:
-    """Return this machine's device, or raise ConfigError if it has fewer than its ranks."""
+    """Return this machine's device, or raise ConfigError if it has fewer devices than ranks."""
     devices = hardware.probe()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if devices and here > len(devices):
@@ -650,7 +650,7 @@ def _training_device(ranks: int) -> Device:
 
 
 def _device(ranks: int) -> Device:
-    """Return this machine's device with its memory and rates; on a CPU, the share of one of its ranks."""
+    """Return this machine's device with its memory and rates; on a CPU, one rank's share."""
     device = _training_device(ranks)
     if device.kind == "cpu":
         return hardware.share_of_cpu(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
@@ -710,7 +710,7 @@ def check_fields(config: Config) -> None:
 
 
 def _check_store(settings: Distill, stream: bool) -> None:
-    """Raise ConfigError for a teacher whose stored probabilities cannot serve the run."""
+    """Raise ConfigError if a teacher's stored probabilities cannot serve the run."""
     asked = f"`distill.store: {settings.store}`"
     if settings.divergence == "reverse":
         found = "`divergence: reverse`, which weighs every token by the model's own probability: few of them are stored"
@@ -721,7 +721,7 @@ def _check_store(settings: Distill, stream: bool) -> None:
 
 
 def check_pairs(config: Config) -> None:
-    """Raise ConfigError for a section that the objective ignores, or data that pairs cannot have; reads nothing."""
+    """Raise ConfigError for a section that the objective ignores, or data unsuitable for pairs; reads nothing."""
     if config.loss is not None and config.objective in SECTIONS and config.objective not in ("orpo", "simpo"):
         asked = f"a loss of your own with `objective: {config.objective}`"
         do = "take objective: sft or pretrain; for pairs objective: orpo"
@@ -758,10 +758,10 @@ def check_pairs(config: Config) -> None:
 
 
 def _sizes(config: Config, hf: dict[str, Any], student: dict[str, Any]) -> Teacher:
-    """Return what the plan needs of a teacher.
+    """Return the facts of a teacher for the plan.
 
     Raises:
-        ConfigError: its table of positions is shorter than the rows, or the vocabulary smaller than what is stored.
+        ConfigError: its position table is shorter than the rows, or the vocabulary smaller than `distill.store`.
     """
     refuse_foreign(hf)
     assert config.distill is not None
@@ -775,7 +775,7 @@ def _sizes(config: Config, hf: dict[str, Any], student: dict[str, Any]) -> Teach
 
 
 def check_teacher(env: Environment) -> None:
-    """Raise NeedsError for techniques that a teacher cannot run with."""
+    """Raise NeedsError for techniques that are incompatible with a teacher."""
     if env.teacher is None:
         return
     asked, do = "`objective: distill`, whose teacher sees whole rows on every rank", "leave that technique out"

@@ -1,15 +1,15 @@
 """Define the errors that are shown to a user.
 
 UserError            request, finding and remedy: printed as one block, exit code 2, no traceback without --debug
-├── ConfigError      the YAML or a flag: unknown key, wrong type, values that do not go together
+├── ConfigError      the YAML or a flag: unknown key, wrong type, incompatible values
 │   ├── NoRowsError      random tokens but an objective with rows: can be planned, not trained
-│   └── NotRegularError  a pipe, a device or a socket where a file is read; an OSError, too
-├── NeedsError       a technique or model needs hardware, a library or a shape that is not here
+│   └── NotRegularError  a pipe, a device or a socket in place of a file; also an OSError
+├── NeedsError       a technique or model needs hardware, a library or a shape that is missing
 ├── ConflictError    two techniques own the same part
 ├── NoEffectError    a technique of the configuration changed nothing
 ├── DataError        a row, a file, a template
 └── CheckpointError  a damaged, missing or foreign checkpoint
-RunError             the run itself failed (three bad updates in a row): exit code 1, also without a traceback
+RunError             the run itself failed (three consecutive bad updates): exit code 1, also without a traceback
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import re
 
-LONGEST = 1000  # characters of a line
+LONGEST = 1000  # characters per line
 NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
@@ -29,8 +29,8 @@ def one_line(text: str, longest: int = 300) -> str:
 def reason(error: BaseException) -> str:
     """Return another library's exception in one line: its message, with its class if the message is too short."""
     text, name = one_line(str(error)), type(error).__name__
-    whole = isinstance(error, OSError | ValueError | RuntimeError | ImportError)
-    return text if whole and text else f"{name}: {text}" if text else name
+    complete = isinstance(error, OSError | ValueError | RuntimeError | ImportError)
+    return text if complete and text else f"{name}: {text}" if text else name
 
 
 def first_line(error: BaseException) -> str:
@@ -68,7 +68,7 @@ def _quoted(text: str) -> str:
 class UserError(Exception):
     """Something the user must change: the request, the finding and the remedy (each one line)."""
 
-    everywhere = False  # every rank raises it, and one of them prints it
+    everywhere = False  # every rank raises it, and one rank prints it
 
     def __init__(self, asked: str, found: str, do: str) -> None:
         super().__init__(asked, found, do)
@@ -107,7 +107,7 @@ class NoEffectError(UserError):
 
 
 class DataError(UserError):
-    image = ""  # of a row rejected for an image: the image's path or address
+    image = ""  # path or address of the image for which a row is rejected
 
 
 class CheckpointError(UserError):
@@ -117,7 +117,7 @@ class CheckpointError(UserError):
 class RunError(Exception):
     """The run failed, and a changed configuration may not help: only a reason, or request, finding and remedy."""
 
-    everywhere = False  # as UserError.everywhere
+    everywhere = False  # see UserError.everywhere
 
     def __init__(self, asked: str, found: str = "", do: str = "") -> None:
         super().__init__(asked, found, do)

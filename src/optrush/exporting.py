@@ -1,4 +1,4 @@
-"""Write the trained model as a Hugging Face folder that transformers loads, and check that it computes the same."""
+"""Write the trained model as a Hugging Face folder that transformers loads, and check that its logits are equal."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_model(trainer: Trainer, output: Path, steps: int, source: Path | None) -> Path:
-    """Write `model/` in the run's folder, whole or not at all.
+    """Write `model/` in the run's folder atomically.
 
-    Every rank takes part (sharded parameters are gathered one at a time), rank 0 writes.
+    Every rank calls it (sharded parameters are gathered one at a time), rank 0 writes.
     """
     summary = trainer.sources.summary if trainer.world.rank == 0 else ""
     _write_whole(trainer, output / "model", source, lambda f: _write_card(f, trainer, output, steps, source, summary))
@@ -59,10 +59,10 @@ def write_model(trainer: Trainer, output: Path, steps: int, source: Path | None)
 
 
 def publish(trainer: Trainer, source: Path | None, folder: Path) -> bool:
-    """Write the trained model to a folder for other programs, atomically; every rank takes part.
+    """Write the trained model to a folder for other programs, atomically; every rank calls it.
 
     Returns:
-        Whether these are plain LoRA adapters; if not, it is the whole model, adapters merged.
+        True if it wrote plain LoRA adapters; False for the whole model with merged adapters.
     """
     kinds = [adapter.settings() for adapter in io.adapters(trainer.model).values()]
     plain = all(kind["peft_type"] == "LORA" and not kind.get("use_dora") for kind in kinds)
@@ -84,13 +84,13 @@ def _write_whole(
             more(fresh)
 
         error = _write_folder(folder, fill)
-    for _ in tensors:  # the others must still gather the tensors that rank 0 skipped
+    for _ in tensors:  # other ranks must still gather the tensors that rank 0 skipped
         pass
     agree(error)
 
 
 def write_adapter(trainer: Trainer, folder: Path, source: Path | None = None) -> Path:
-    """Write trained adapters in PEFT's format, atomically; every rank takes part.
+    """Write trained adapters in PEFT's format, atomically; every rank calls it.
 
     Args:
         source: the base model's folder, for its tokenizer.
@@ -122,7 +122,7 @@ def _write_folder(folder: Path, fill: Callable[[Path], None]) -> RunError | None
 
 
 def _fill_adapter(fresh: Path, trainer: Trainer, values: dict[str, Tensor], source: Path | None) -> None:
-    """Write an adapter's files, the tokenizer that it was trained with, and the generation config of both."""
+    """Write an adapter's files, its tokenizer, and the generation config."""
     path = trainer.config.model.path
     local = source is not None and path is not None and (path == "tiny" or Path(path).is_dir())
     base = str(source.resolve()) if local and source is not None else path or trainer.config.model.shape
@@ -134,7 +134,7 @@ def _fill_adapter(fresh: Path, trainer: Trainer, values: dict[str, Tensor], sour
 def _fill_model(
     fresh: Path, trainer: Trainer, tensors: Iterator[tuple[str, Tensor]], source: Path | None, shard_bytes: float = 5e9
 ) -> None:
-    """Write weights, tokenizer and generation config; the model card is written by the caller."""
+    """Write weights, tokenizer and generation config; the caller writes the model card."""
     export_weights(fresh, tensors, trainer.weight_map, trainer.hf, shard_bytes, source)
     if source is not None:
         copy_processor(source, fresh)
@@ -158,23 +158,23 @@ def _write_tokenizer(fresh: Path, trainer: Trainer, source: Path | None) -> None
 
 
 def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the trained parameters by canonical name, whole, on the host of rank 0; every rank takes part."""
+    """Return the trained parameters by canonical name, whole, on the host of rank 0; every rank calls it."""
     world = trainer.world
 
-    def own() -> Iterator[tuple[str, Tensor]]:
+    def local() -> Iterator[tuple[str, Tensor]]:
         for t in trainer.trained:
             if t.name not in trainer.counted_elsewhere:
                 values = t.whole
                 yield t.name, values.cpu() if world.leads else values
 
-    return {name: t for name, t in from_stages(world, own()) if world.rank == 0}
+    return {name: t for name, t in from_stages(world, local()) if world.rank == 0}
 
 
 def ends_of(trainer: Trainer, source: Path | None) -> tuple[list[int], list[int]]:
-    """Return the end-of-answer ids of (the base, the trained model); equal if none are learnt."""
+    """Return the end-of-answer ids of (the base, the trained model); equal if training adds none."""
     has_file = source is not None and (source / GENERATION).is_file()  # else readers use config.json's
-    found = read_generation(source) if source is not None and has_file else {**text_config(trainer.hf), **trainer.hf}
-    known = found.get("eos_token_id")
+    settings = read_generation(source) if source is not None and has_file else {**text_config(trainer.hf), **trainer.hf}
+    known = settings.get("eos_token_id")
     base = known if isinstance(known, list) else [] if known is None else [known]
     generates = trainer.tokenizer is not None and not trainer.config.scored
     return base, answer_ends(trainer.tokenizer, base) if generates else base
@@ -188,16 +188,16 @@ def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None
         if published is not None:
             shutil.copyfile(published, fresh / GENERATION)
         return
-    found = {} if published is None else read_generation(published.parent)
-    own = {**text_config(trainer.hf), **trainer.hf}
-    others = {} if published is not None else {key: own.get(key) for key in SPECIAL}
-    kept = {key: value for key, value in {**others, **found, "eos_token_id": ends}.items() if value is not None}
+    saved = {} if published is None else read_generation(published.parent)
+    config = {**text_config(trainer.hf), **trainer.hf}
+    others = {} if published is not None else {key: config.get(key) for key in SPECIAL}
+    kept = {key: value for key, value in {**others, **saved, "eos_token_id": ends}.items() if value is not None}
     (fresh / GENERATION).write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def published_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """The published model's parameters by canonical name, whole and on the host of rank 0; on the others only the
-    gathering happens. Adapters are merged in float32 and the sum is rounded; weights stored in another form are dense.
+    """Return the published model's parameters by canonical name, whole and on the host of rank 0; other ranks only
+    gather. Adapters are merged in float32 and the sum is rounded; quantized weights are dense.
     """
     return from_stages(trainer.world, _published(trainer, _kept(trainer)))
 
@@ -225,15 +225,15 @@ def _published(trainer: Trainer, kept: torch.dtype) -> Iterator[tuple[str, Tenso
             continue
         adapter = experts.adapter
         inside = ("adapter.", "quantized.")
-        merged |= {f"{owner}.{own}" for own, _ in experts.named_parameters() if own.startswith(inside)}
+        merged |= {f"{owner}.{inner}" for inner, _ in experts.named_parameters() if inner.startswith(inside)}
         with _gathered(model, owner), trainer.storage.gathered(experts.parameters()):
             for kind in experts.sizes if adapter is None or experts.quantized is not None else adapter.kinds:
-                whole = gathered(experts.dense(kind, torch.float32).detach())
-                to = torch.device("cpu") if first else whole.device
+                dense = gathered(experts.dense(kind, torch.float32).detach())
+                to = torch.device("cpu") if first else dense.device
                 merged.add(f"{owner}.{kind}")
                 yield (
                     f"{owner}.{kind}",
-                    (whole if adapter is None else adapter.merge(kind, whole, gathered)).to(to, kept),
+                    (dense if adapter is None else adapter.merge(kind, dense, gathered)).to(to, kept),
                 )
     for name, p in model.named_parameters():
         if name in merged or name in trainer.counted_elsewhere:
@@ -257,19 +257,18 @@ def _gathered(model: nn.Module, name: str) -> Iterator[None]:
         cut.reshard()
 
 
-# --- Is a written folder the trained model? Its bytes, then logits of our forward pass against transformers' on the
+# --- Verification of a written folder: its bytes, then the logits of our forward pass against transformers' on the
 # folder.
 #
-# Bytes: each tensor is read again and is the one that was to be written. Logits: both sides in float32 arithmetic, on
-# the same tokens, so that differences come from the layout (a bug) or from rounding the weights when
-# adapters were merged or `--dtype` converted them. The two models are never in memory together: only the logits are
-# kept.
+# Bytes: each tensor is read back and compared with the intended one. Logits: both sides in float32 arithmetic, on the
+# same tokens, so that differences come from the layout (a bug) or from rounding the weights when adapters were merged
+# or `--dtype` converted them. The two models are never in memory together: only the logits are kept.
 
 
-ROWS, LENGTH = 4, 128  # documents compared, most tokens of each
+ROWS, LENGTH = 4, 128  # compared documents, and tokens of each at most
 RANDOM_SEED = 0
-# Largest difference of a logit, as a part of the largest logit. Nothing was rounded: float32's own noise, over the
-# sums of a deep model. Rounded weights are off by up to 2^-12 (float16) and 2^-9 (bfloat16) of themselves each.
+# Largest allowed difference of a logit, as a share of the largest logit. EXACT, without rounding: float32's noise in
+# the sums of a deep model. Rounded weights have relative errors up to 2^-12 (float16) and 2^-9 (bfloat16).
 EXACT = 1e-4
 ROUNDED = {torch.float32: EXACT, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -279,17 +278,17 @@ class Compared:
     """Differences of the reloaded model's logits from the trained model's."""
 
     tokens: int
-    texts: str  # which tokens
+    texts: str  # description of the tokens
     scale: float  # the largest logit
     worst: float  # the largest difference
     mean: float  # of all differences
     agreement: float  # fraction of tokens with the same predicted next token
     tolerance: float  # of worst / scale
-    rounded: bool  # whether weights were rounded as they were written
+    rounded: bool  # whether weights were rounded when written
 
     @property
     def sound(self) -> bool:
-        return self.worst <= self.tolerance * self.scale  # not so for a NaN
+        return self.worst <= self.tolerance * self.scale  # False for NaN
 
     def __str__(self) -> str:
         how = "rounding included" if self.rounded else "nothing was rounded"
@@ -336,11 +335,11 @@ def comparison_texts(trainer: Trainer, paths: Sequence[str], sample: str | None)
 
 
 def _documents(tokens: Tokens, paths: Sequence[str], sample: str | None, config: Config) -> Iterator[list[int]]:
-    """Yield the documents of the files that can be read here."""
+    """Yield the documents of the files that are readable here."""
     if sample is not None:
         talks = recipes.conversations(ROWS, config.seed)
-        found = [(schema.RowLocation(Path(sample), i), {"messages": talk}) for i, talk in enumerate(talks, 1)]
-        yield from _tokenised(tokens, iter(found), schema.row_rules(config))
+        rows = [(schema.RowLocation(Path(sample), i), {"messages": talk}) for i, talk in enumerate(talks, 1)]
+        yield from _tokenised(tokens, iter(rows), schema.row_rules(config))
     for path in paths:
         try:
             if path.startswith(readers.HUB) or not Path(path).exists():
@@ -352,15 +351,15 @@ def _documents(tokens: Tokens, paths: Sequence[str], sample: str | None, config:
 
 
 def _tokenised(
-    tokens: Tokens, found: Iterator[tuple[schema.RowLocation, Any]], rules: schema.RowRules
+    tokens: Tokens, rows: Iterator[tuple[schema.RowLocation, Any]], rules: schema.RowRules
 ) -> Iterator[list[int]]:
-    for where, row in islice(found, 10 * ROWS):
+    for where, row in islice(rows, 10 * ROWS):
         try:
             if not isinstance(row, DataError):
                 for document in tokens.batch([(where, schema.parse_row(where, row, rules))], "all"):
                     if not isinstance(document, DataError):
                         yield document[0].ids[:LENGTH].tolist()
-        except DataError:  # a row that training would reject, too
+        except DataError:  # training rejects the row, too
             continue
 
 
@@ -369,18 +368,18 @@ def trained(trainer: Trainer, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return float32 logits (T, V) of the trained model for each text, on the host. Its weights become float32."""
     trainer.model.eval()
     stored = [m for m in trainer.model.modules() if isinstance(m, QuantizedLinear)]
-    codes = {id(p) for s in stored for p in s.parameters()}  # bytes, whatever their type
+    codes = {id(p) for s in stored for p in s.parameters()}  # codes are bytes in any dtype
     for p in trainer.model.parameters():
         if id(p) not in codes:
             p.data = p.data.float()
-    found = []
+    all_logits = []
     for ids in texts:
         document = Document(np.array(ids, np.int32), np.arange(len(ids)) > 0)
         row = collate([[(0, document)]], len(ids), single=True, most=1).to(trainer.world.device)
         hidden = trainer.model(row.tokens, row.positions, row.documents)  # (1, T, D)
         logits = trainer.model.head.logits(hidden)[0]
-        found.append(logits[_last(trainer.model.head, ids)].cpu() if trainer.model.head.scores else logits.cpu())
-    return found
+        all_logits.append(logits[_last(trainer.model.head, ids)].cpu() if trainer.model.head.scores else logits.cpu())
+    return all_logits
 
 
 def _last(head: nn.Module, ids: Sequence[int]) -> slice:
@@ -391,14 +390,14 @@ def _last(head: nn.Module, ids: Sequence[int]) -> slice:
 
 @torch.no_grad()
 def reloaded(folder: Path, texts: Sequence[Sequence[int]], device: torch.device, scores: bool = False) -> list[Tensor]:
-    """Return the folder's logits by transformers only; of a reward model the last token's."""
+    """Return the folder's logits, computed by transformers only; for a reward model the last token's."""
     model = load_plain(folder, torch.float32, device, scores)
     given = (torch.tensor([list(ids)], device=device) for ids in texts)
     return [model(ids, use_cache=False).logits.float().cpu().flatten(0, -2) for ids in given]
 
 
 def compare(ours: Sequence[Tensor], theirs: Sequence[Tensor], texts: str, dtype: torch.dtype, exact: bool) -> Compared:
-    """Compare logits, (T, V) each. `exact`: the weights were written as they were trained."""
+    """Compare logits, (T, V) each. `exact`: the weights were written in their trained dtype."""
     a, b = torch.cat(list(ours)), torch.cat(list(theirs))
     off = (a - b).abs()
     return Compared(
@@ -423,18 +422,18 @@ def demand_sound(found: Compared, folder: Path) -> None:
 class Delivered:
     out: Path
     step: int
-    passed: tuple[tuple[str, str], ...]  # damaged checkpoints that were passed over
-    dtype: str | None  # of the weights; None: an adapter's files
+    passed: tuple[tuple[str, str], ...]  # damaged checkpoints that were skipped
+    dtype: str | None  # of the weights; None: adapter files
     size_bytes: int
     compared: Compared | None
 
     def facts(self) -> dict[str, Any]:
         """Return the result as a JSON document."""
-        found = asdict(self) | {"out": str(self.out)}
-        found["passed"] = [list(pair) for pair in self.passed]
+        document = asdict(self) | {"out": str(self.out)}
+        document["passed"] = [list(pair) for pair in self.passed]
         if self.compared is not None:
-            found["compared"]["relative"] = self.compared.worst / self.compared.scale
-        return found
+            document["compared"]["relative"] = self.compared.worst / self.compared.scale
+        return document
 
 
 def export_folder(run: Path, out: Path | None, adapter: bool) -> Path:
@@ -468,11 +467,11 @@ def export_run(
     Args:
         out: the folder; None: the run's own `model/`, or `adapter/`.
         checkpoint: a step or a folder; None: the best one, else the newest intact one.
-        dtype: of the weights; None: as they were trained.
-        adapter: the adapter's files, not the merged model.
+        dtype: of the weights; None: as trained.
+        adapter: export the adapter's files instead of the merged model.
 
     Raises:
-        UserError: as `rebuild`; the folder is not free; no adapter in this run.
+        UserError: see `rebuild`; the folder is not free; no adapter in this run.
         RunError: the folder differs from the trained model.
     """
     run_dir.check_local(f"to export to {out}", out or "")
@@ -481,20 +480,20 @@ def export_run(
     at_work = any((folder / name).exists() for name in (run_dir.RUN, run_dir.LOCK))  # a run may write there
     try:
         with run_dir.lock(folder) if at_work else nullcontext(), _beside(where, at_work) as fresh:
-            found = rebuild(run, checkpoint)
-            if adapter and not io.adapters(found.trainer.model):
+            rebuilt = rebuild(run, checkpoint)
+            if adapter and not io.adapters(rebuilt.trainer.model):
                 done = "this run has no adapter: it trained the model's own weights"
                 raise ConfigError("--adapter", done, "remove it")
-            kind = None if adapter else _kept(found.trainer) if dtype is None else getattr(torch, dtype)
+            kind = None if adapter else _kept(rebuilt.trainer) if dtype is None else getattr(torch, dtype)
             compared = None
             written: dict[str, str] = {}
             with _writing(where):
                 if kind is None:
-                    _fill_adapter(fresh, found.trainer, trained_parameters(found.trainer), found.base)
+                    _fill_adapter(fresh, rebuilt.trainer, trained_parameters(rebuilt.trainer), rebuilt.base)
                 else:
-                    written = _write_merged(found, fresh, dtype, max_shard_bytes)
+                    written = _write_merged(rebuilt, fresh, dtype, max_shard_bytes)
             if kind is not None and verifies:
-                compared = _verify(found, fresh, written, kind)
+                compared = _verify(rebuilt, fresh, written, kind)
             with _writing(where):
                 if where.exists():
                     where.rmdir()  # empty
@@ -505,7 +504,7 @@ def export_run(
         do = "export on the CPU: CUDA_VISIBLE_DEVICES= optrush export ..."
         raise RunError(f"out of memory while exporting ({next(iter(str(error).splitlines()), '')}); {do}") from error
     size, said = sum(f.stat().st_size for f in where.iterdir()), None if kind is None else str(kind)[len("torch.") :]
-    return Delivered(where, found.manifest.step, found.passed, said, size, compared)
+    return Delivered(where, rebuilt.manifest.step, rebuilt.passed, said, size, compared)
 
 
 def export_gguf(
@@ -516,7 +515,7 @@ def export_gguf(
     The folder for transformers is written first, and compared with the trained model, then converted and removed.
 
     Raises:
-        UserError: as `export_run`; the file exists; the format has no name for the model or its tokenizer.
+        UserError: see `export_run`; the file exists; the format does not support the model or its tokenizer.
         RunError: the folder or the file differs from the trained model.
     """
     gguf.demand_gguf()
@@ -556,7 +555,7 @@ def export_fp8(
     The folder for transformers is written first, and compared with the trained model, then converted and removed.
 
     Raises:
-        UserError: as `export_run`; the folder is not free; the format has no layout for the model.
+        UserError: see `export_run`; the folder is not free; the format has no layout for the model.
         RunError: the folder differs from the trained model.
     """
     where = export_folder(run, out or open_run(run)[0] / "model-fp8", adapter=False)
@@ -611,13 +610,13 @@ def push_to_hub(written: Path, repository: str) -> str:
 
 @contextmanager
 def _beside(where: Path, at_work: bool) -> Iterator[Path]:
-    """Make a new folder next to the place; remove it after an error, unless the comparison failed.
+    """Create a temporary folder next to the target; remove it after an error, unless the comparison failed.
 
     Args:
-        at_work: its parent is a locked run folder: leftovers of a kill are removed.
+        at_work: its parent is a locked run folder: remove leftovers of a kill.
 
     Raises:
-        ConfigError: it exists, or it cannot be made.
+        ConfigError: it exists, or it cannot be created.
     """
     fresh = where.with_name(where.name + ".tmp")
     if at_work and fresh.name in run_dir.KNOWN:
@@ -647,9 +646,9 @@ def _writing(where: Path) -> Iterator[None]:
         raise ConfigError(f"to export to {where}", f"{error}", "free space, or use another folder: --out DIR") from None
 
 
-def _write_merged(found: RebuiltModel, fresh: Path, dtype: str | None, max_shard_bytes: float) -> dict[str, str]:
-    """Write the merged model, tokenizer, generation config and card; return digests of what was to be written."""
-    trainer, written = found.trainer, dict[str, str]()
+def _write_merged(rebuilt: RebuiltModel, fresh: Path, dtype: str | None, max_shard_bytes: float) -> dict[str, str]:
+    """Write the merged model, tokenizer, generation config and card; return digests of the intended tensors."""
+    trainer, written = rebuilt.trainer, dict[str, str]()
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, t in published_tensors(trainer):
@@ -657,22 +656,22 @@ def _write_merged(found: RebuiltModel, fresh: Path, dtype: str | None, max_shard
             written.update((hf, tensor_digest(part)) for hf, part in trainer.weight_map.stored(name, kept))
             yield name, kept
 
-    _fill_model(fresh, trainer, tensors(), found.base, max_shard_bytes)
-    _write_card(fresh, trainer, found.folder, found.manifest.step, found.base)
+    _fill_model(fresh, trainer, tensors(), rebuilt.base, max_shard_bytes)
+    _write_card(fresh, trainer, rebuilt.folder, rebuilt.manifest.step, rebuilt.base)
     return written
 
 
 def _kept(trainer: Trainer) -> torch.dtype:
     """Return the embedding's dtype, used for published weights; every rank calls it."""
     weight = trainer.model.embedding.weight
-    name = from_first("" if weight is None else str(weight.dtype))  # a stage of a pipeline may be without
+    name = from_first("" if weight is None else str(weight.dtype))  # a pipeline stage may have none
     dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
     return dtype
 
 
-def _verify(found: RebuiltModel, fresh: Path, written: Mapping[str, str], kind: torch.dtype) -> Compared:
+def _verify(rebuilt: RebuiltModel, fresh: Path, written: Mapping[str, str], kind: torch.dtype) -> Compared:
     demand_bytes(fresh, written)
-    trainer, d = found.trainer, found.config.data
+    trainer, d = rebuilt.trainer, rebuilt.config.data
     exact = kind == _kept(trainer) and not io.adapters(trainer.model)
     exact = exact and not any(isinstance(m, QuantizedLinear) for m in trainer.model.modules())
     paths = [d.eval] if isinstance(d.eval, str) else [origin.path for origin in d.origins]
@@ -680,7 +679,7 @@ def _verify(found: RebuiltModel, fresh: Path, written: Mapping[str, str], kind: 
     ours = trained(trainer, texts)
     device = trainer.world.device
     trainer.model.to("meta")  # its memory is the reloaded model's now
-    theirs = reloaded(fresh, texts, device, found.config.scored)
+    theirs = reloaded(fresh, texts, device, rebuilt.config.scored)
     compared = compare(ours, theirs, said, kind, exact)
     demand_sound(compared, fresh)
     return compared

@@ -1,7 +1,7 @@
 """Read regular files, and write so that a kill at any moment leaves whole files: write, sync, rename, in this order.
 
-A kill may come between any two calls that change the disk. Each is a function here, so that a test can fail it or kill
-the process there.
+A kill can come between any two calls that change the disk. Each is a function here, so that a test can make it fail or
+kill the process there.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def separator(head: str, usual: str) -> str:
         except csv.Error:
             return []
 
-    found = {mark: cells(mark, 2) for mark in SEPARATORS if mark != usual and cells(usual, 1) == [1]}
-    return next((mark for mark, many in found.items() if len(many) == 2 and many[0] == many[1] > 1), usual)
+    splitting = {mark: cells(mark, 2) for mark in SEPARATORS if mark != usual and cells(usual, 1) == [1]}
+    return next((mark for mark, many in splitting.items() if len(many) == 2 and many[0] == many[1] > 1), usual)
 
 
 def open_file(path: Path | str, buffering: int = -1) -> Any:
-    """Open a regular file to read it. All that is read is opened here, but by libraries (`regular`).
+    """Open a regular file for reading. Every file is opened here, except by libraries (`regular`).
 
     The kernel's own files (/proc) claim to be regular and empty; reading them may block.
 
@@ -57,14 +57,14 @@ def open_file(path: Path | str, buffering: int = -1) -> Any:
 def _opener(path: str, ways: int) -> int:
     descriptor = os.open(path, ways | os.O_NOCTTY | os.O_NONBLOCK)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise NotRegularError(f"{path}", f"{KINDS.get(stat.S_IFMT(found.st_mode), 'no file')}, not a regular file")
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            raise NotRegularError(f"{path}", f"{KINDS.get(stat.S_IFMT(info.st_mode), 'no file')}, not a regular file")
         try:
-            held = b"" if found.st_size else os.pread(descriptor, 1, 0)
-        except OSError:  # it would block, or has no beginning
+            held = b"" if info.st_size else os.pread(descriptor, 1, 0)
+        except OSError:  # it would block, or cannot seek
             held = b"?"
-        if held and not os.fstat(descriptor).st_size:  # else it grew meanwhile
+        if held and not os.fstat(descriptor).st_size:  # else it has grown since
             raise NotRegularError(f"{path}", "a file of the kernel, not a regular file")
     except BaseException:
         os.close(descriptor)
@@ -114,7 +114,7 @@ def sync_file(descriptor: int) -> None:
 
 
 def rename_file(old: Path, new: Path) -> None:
-    """Rename a file over another one, or a folder."""
+    """Rename a file, over an existing one if there is one, or a folder."""
     os.rename(old, new)
 
 
@@ -131,7 +131,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable: a rename is not, until its folder was synced."""
+    """Make the names in a folder durable: a rename is durable only after its folder is synced."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         sync_file(descriptor)
@@ -167,7 +167,7 @@ def write_whole(path: Path, pieces: Iterable[Any] | str | bytes, temporary: Path
 
     Args:
         pieces: text, bytes, or several buffers to concatenate.
-        temporary: a temporary name, unique if several processes may write the file; default: `path` with `.tmp`.
+        temporary: a temporary name, unique if several processes can write the file; default: `path` with `.tmp`.
 
     Raises:
         OSError: the disk is full, or the folder is not writable; the temporary file is removed.
@@ -176,8 +176,8 @@ def write_whole(path: Path, pieces: Iterable[Any] | str | bytes, temporary: Path
     try:
         new.unlink(missing_ok=True)  # left by a killed process, or a link: never write through it
         with new.open("xb") as file:
-            whole = pieces.encode() if isinstance(pieces, str) else pieces
-            for data in [whole] if isinstance(whole, bytes) else whole:
+            content = pieces.encode() if isinstance(pieces, str) else pieces
+            for data in [content] if isinstance(content, bytes) else content:
                 write_piece(file, data)
             file.flush()
             sync_file(file.fileno())
@@ -199,7 +199,7 @@ def open_to_append(path: Path) -> IO[bytes]:
     """Open or create a file for unbuffered appending, never through a symbolic link.
 
     Raises:
-        OSError: it is a symbolic link (ELOOP), no regular file, or cannot be written.
+        OSError: it is a symbolic link (ELOOP), not a regular file, or not writable.
     """
     ways = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     if path.exists() and not path.is_symlink():
@@ -211,7 +211,7 @@ def append_whole(file: IO[bytes], data: bytes) -> None:
     """Append all of the data to an unbuffered file, or nothing; OSError if the disk is full."""
     size = file.tell()
     try:
-        if file.write(data) < len(data):  # up to the last free byte
+        if file.write(data) < len(data):  # the disk is full
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError:
         file.truncate(size)
@@ -221,35 +221,35 @@ def append_whole(file: IO[bytes], data: bytes) -> None:
 def refuse_links(folder: Path, asked: str, names: Iterable[str], foreign: Collection[str] = ()) -> None:
     """Raise ConfigError if a written name, or a file below it, is a symbolic link out of the folder.
 
-    The folder itself may be a link, and links within it may lead to each other.
+    The folder itself can be a link, and links within it can point to each other.
 
     Args:
         names: files and folders of `folder`; others are not examined.
         foreign: names written by other programs, which may contain links.
     """
-    own = folder.resolve()
-    for path in _below(own, names, foreign):
-        if path.is_symlink() and not path.resolve().is_relative_to(own):
-            found = f"{folder / path.relative_to(own)} is a symbolic link to {os.readlink(path)}, out of the folder"
+    real = folder.resolve()
+    for path in _below(real, names, foreign):
+        if path.is_symlink() and not path.resolve().is_relative_to(real):
+            found = f"{folder / path.relative_to(real)} is a symbolic link to {os.readlink(path)}, out of the folder"
             raise ConfigError(asked, found, "remove the link, or name its target instead")
 
 
 def check_model_files(folder: Path, patterns: Iterable[str]) -> None:
     """Check that a downloaded folder has only regular files and no links out of it.
 
-    A file elsewhere would be copied into exports; weights, which are not, may be links. A hub's cache has links to the
+    Exports would copy a linked file from elsewhere; weights are not copied and may be links. A hub's cache links to the
     files in its `blobs`.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a file is not regular, or links out of the folder.
     """
-    own = folder.resolve()
-    own = next((above.parent for above in own.parents if above.name == "snapshots"), own)
-    found = {path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}
-    for path in sorted(found):
-        if not (place := path.resolve()).is_relative_to(own) and path.suffix != ".safetensors":
-            why = f"a link to {place}, out of the folder {folder}"
-            raise ConfigError(f"{path}", why, f"copy the file: cp --remove-destination {place} {path}")
+    root = folder.resolve()
+    root = next((above.parent for above in root.parents if above.name == "snapshots"), root)
+    paths = {path for pattern in patterns for path in folder.glob(pattern) if not path.is_dir()}
+    for path in sorted(paths):
+        if not (place := path.resolve()).is_relative_to(root) and path.suffix != ".safetensors":
+            reason = f"a link to {place}, out of the folder {folder}"
+            raise ConfigError(f"{path}", reason, f"copy the file: cp --remove-destination {place} {path}")
         if path.exists():
             regular(path)
 
@@ -257,5 +257,5 @@ def check_model_files(folder: Path, patterns: Iterable[str]) -> None:
 def _below(folder: Path, names: Iterable[str], foreign: Collection[str]) -> Iterator[Path]:
     for name in sorted(names):
         yield folder / name
-        for at, folders, found in os.walk(folder / name) if name not in foreign else ():
-            yield from (Path(at) / each for each in (*folders, *found))
+        for at, folders, files in os.walk(folder / name) if name not in foreign else ():
+            yield from (Path(at) / each for each in (*folders, *files))

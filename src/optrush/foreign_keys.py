@@ -1,6 +1,6 @@
-"""Tables of other trainers' keys: the place of each value in our YAML, or why it has none.
+"""Tables of other trainers' keys: the place of each value in our YAML, or why there is no place.
 
-`optrush import` translates files by them; a YAML with such a key is answered with our spelling. A place is a dotted
+`optrush import` translates files by them; the error for a YAML with such a key names ours. A place is a dotted
 path of our YAML, `*.NAME` a key of the objective's own section, and `@NAME` a value that `cli.import_config` combines
 with others: rows and accumulated batches become slots, checkpoints an epoch a fraction of the run. Defaults of a tool
 that differ from ours are listed with it.
@@ -54,12 +54,12 @@ T = TypeVar("T")
 
 
 def spread(values: Mapping[str, T]) -> dict[str, T]:
-    """Return a mapping whose keys are names separated by spaces as one of single names."""
+    """Split the keys of a mapping at spaces into single names."""
     return {name: value for names, value in values.items() for name in names.split()}
 
 
 def rules_of(fates: Mapping[str, str | Rule]) -> Table:
-    """Return the rule of each key; a fate may be a place alone."""
+    """Return the rule of each key; a rule may be given as only a place."""
     return {name: to(fate) if isinstance(fate, str) else fate for name, fate in spread(fates).items()}
 
 
@@ -125,7 +125,7 @@ TEMPLATE = Rule(
 )  # fmt: skip
 PRECOMPUTED = to("*.reference", {True: "precomputed", False: None})
 
-# Arguments of transformers' trainer, which LLaMA-Factory, TRL and most scripts take.
+# Arguments of transformers' trainer, shared by LLaMA-Factory, TRL and most scripts.
 TRAINER = rules_of({
     "model_name_or_path": "model.path", "model_revision": "model.revision", "output_dir": "output", "seed": "seed",
     "data_seed": only(42, None, do="seed: the run's seed also orders the data"),
@@ -228,7 +228,7 @@ TRL_GKD = TRL_SFT | rules_of({
     "seq_kd": only(*OFF, do="write the teacher's answers first: optrush generate"), "disable_dropout": ALWAYS,
     "max_new_tokens": listed("no answer is generated while training"),
 })  # fmt: skip
-SCRIPT = TRL_SFT | rules_of({  # of scripts that call themselves train.py
+SCRIPT = TRL_SFT | rules_of({  # for scripts named train.py
     "model model_id base_model": "model.path", "data data_path dataset train_file": "@data",
     "eval_file validation_file eval_split val_split validation_split eval_ratio val_set_size": "data.eval",
     "num_samples limit": "data.max_samples", "train_on_prompt train_on_prompts train_on_inputs": to(
@@ -371,7 +371,7 @@ AXOLOTL = TRAINER | rules_of({
     "dp_shard_size": "@shards", "dp_replicate_size": "@replicas", "unfrozen_parameters": "@unfrozen",
     "model_config overrides_of_model_config": "@config_json", "reinit_weights": to("@random", FLAG),
 })  # fmt: skip
-# Known keys of these tools whose counterpart is missing: the refusal gives the reason, not the nearest spelling.
+# Known keys of these tools without a counterpart: the error gives the reason, not the nearest spelling.
 FOREIGN = re.compile(
     r"(lora_target_parameters|unfrozen_parameters|"
     r"freeze_|image|video|audio|vision|qat|ebft|expert|moe|galore|apollo_|badam|lisa_"
@@ -386,7 +386,7 @@ LOGGER = re.compile(r"(wandb|mlflow|comet|swanlab|use_swanlab|trackio|use_otel|o
 
 @dataclass(frozen=True)
 class Tool:
-    """Another trainer: its keys, those of its defaults that are not ours, by place, and keys that must be given."""
+    """Another trainer: its keys, its defaults that differ from ours, by place, and its required keys."""
 
     name: str
     keys: Table
@@ -489,11 +489,11 @@ FORMS: dict[str, ValueKind] = spread({
 
 # --- rows
 
-# Kinds of axolotl's rows that are conversations.
+# axolotl's row types that are conversations.
 CHATS = ("chat_template", "sharegpt", "chat_template.default", "chat_template.argilla")
-# Those of them whose rows are a conversation with two answers, where the objective compares answers.
+# Those with two answers per conversation, for objectives that compare answers.
 PAIRS = ("chat_template", "chat_template.default")
-# Kinds of axolotl's rows: the objective, and what the keys of a row are where their names are others.
+# axolotl's row types: the objective, and our names of their keys if they differ.
 ROW_KINDS: dict[str, tuple[str, dict[str, str]]] = {
     **dict.fromkeys(("alpaca", "alpaca:chat", "alpaca:phi", *CHATS), ("sft", {})),
     "alpaca_chat.load_qa": ("sft", {"question": "instruction", "answer": "output"}),
@@ -515,7 +515,7 @@ _SOURCE = rules_of({
     "ds_type format no_input_format chat_template field_thinking template_thinking_key trust_remote_code "
     "preprocess_shards split_thinking conversation": TEMPLATED,
 })  # fmt: skip
-# An entry of axolotl's `datasets`: of conversations, and of other rows.
+# An entry of axolotl's `datasets`, for conversations and for other rows.
 CHAT_SOURCE = Tool("axolotl's datasets", _SOURCE | rules_of({
     "roles_to_train": "@learnt", "message_field_training": "@mark", "drop_system_message": only(
         *OFF, do="remove the system message from the rows"),
@@ -524,7 +524,7 @@ CHAT_SOURCE = Tool("axolotl's datasets", _SOURCE | rules_of({
 }))  # fmt: skip
 TEXT_SOURCE = Tool("axolotl's datasets", _SOURCE | rules_of({
     " ".join(LEARNING): listed("axolotl ignores it for rows of this type")}))  # fmt: skip
-# An entry of LLaMA-Factory's list of data sets; the columns of its rows, and the keys and roles of their turns.
+# An entry of LLaMA-Factory's list of data sets; the columns of its rows, and the keys and roles of the turns.
 FACTORY_ENTRY = Tool("LLaMA-Factory's list", rules_of({
     "file_name": "file_name", "hf_hub_url": "hf_hub_url", "split": "split", "subset": "name", "columns": "@columns",
     "tags": "@tags", "formatting": "@formatting", "ranking": "@ranking",
@@ -543,7 +543,7 @@ FACTORY_TAGS = Tool("LLaMA-Factory's tags", rules_of({
     "role_tag": "@role", "content_tag": "@content", "user_tag": "user", "assistant_tag": "assistant",
     "system_tag": "system", "observation_tag": "tool", "function_tag": listed("a turn with tool calls keeps its role"),
 }))  # fmt: skip
-# Arguments of bitsandbytes, under a key of axolotl's.
+# Arguments of bitsandbytes, under a key of axolotl.
 BITSANDBYTES = Tool("bitsandbytes", rules_of({
     "bnb_4bit_quant_type": only("nf4", do="use nf4, the only 4-bit type"),
     "bnb_4bit_use_double_quant": to("@double", BOOL), "bnb_4bit_quant_storage": listed("codes are stored as bytes"),
@@ -551,7 +551,7 @@ BITSANDBYTES = Tool("bitsandbytes", rules_of({
     "load_in_4bit load_in_8bit": only(do="write it next to bnb_config_kwargs, not inside"),
     "llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight": ABSENT,
 }))  # fmt: skip
-# Columns that LLaMA-Factory ignores if its list names only others; ours by theirs.
+# Columns (theirs -> ours) that LLaMA-Factory ignores if its list names only others.
 FACTORY_UNNAMED = {"query": "input", "system": "system"}
 # Its default columns.
 FACTORY_NAMED = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
@@ -559,7 +559,7 @@ IGNORED = "ignore"
 
 # --- hints for a YAML of ours
 
-# The place that is nearest to a value which is combined with others, or to a key that `optrush import` only lists.
+# The nearest place for a value that is combined with others, or for a key that `optrush import` only lists.
 NEAREST = {
     "model.path": "model", "@warmup_ratio": "optim.warmup", "@warmup_steps": "optim.warmup", "@adapter": "method",
     "@eval_steps": "train.eval_every", "@save_steps": "train.save_every", "@data": "data.path", "@recompute": "with",
@@ -594,10 +594,10 @@ FLAGS = {"resume_from_checkpoint": "optrush train CONFIG --resume auto"} | sprea
 
 
 def foreign_spelling(key: str, value: Any) -> str | None:
-    """Return our line for another tool's key; None if no tool has it, or its value has no place."""
+    """Return our line for another tool's key; None for unknown keys and values without a place."""
     name = key.lower().replace("-", "_")
     rule = next((tool.keys[name] for tool in TOOLS.values() if name in tool.keys), Rule())
-    if rule.to == "@tokens" and str(value)[:1].isdigit():  # how long to train, not tokens to add
+    if rule.to == "@tokens" and str(value)[:1].isdigit():  # the length of training, not tokens to add
         rule = to("@budget")
     place = NEAREST.get(name) or NEAREST.get(rule.to, rule.to)
     line = LINES.get(name) or LINES.get(rule.to) or _line(place)

@@ -52,7 +52,7 @@ from optrush.technique import compilers, library
 from optrush.trainer.run_dir import RUN
 
 ADAPTER = "adapter_config.json"
-TURNS = 16  # answers before output starts, as a multiple of the slots
+TURNS = 16  # answers computed before output starts, as a multiple of the slots
 WEIGHTS = "adapter_model.safetensors"
 # Fields taken from the folder's generation_config.json, with its end tokens: properties of the model. Only the
 # flags set the sampling.
@@ -66,7 +66,7 @@ STORED = ("float32", "bfloat16", "float16")  # compute dtypes of our own decoder
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's folder; `adapter` is a folder of PEFT's files for it, `config` is the run that trained it."""
+    """A model's folder; `adapter` is a folder with PEFT's files for it, `config` is that of its run."""
 
     name: str
     folder: Path
@@ -78,7 +78,7 @@ def find_model(text: str) -> ModelSource:
     """Find a model by name: a run folder (its model/, else its adapter/ on the base), or any other model.
 
     Raises:
-        ConfigError: nothing is there, or a run that has written no model yet.
+        ConfigError: it does not exist, or is a run without a written model.
     """
     path = home(text, f"the model {text}")
     if (path / RUN).is_file() or path.name == RUN:
@@ -92,7 +92,7 @@ def find_model(text: str) -> ModelSource:
     if (path / ADAPTER).is_file():
         try:
             facts = parse_json(read_text(path / ADAPTER))
-        except (OSError, ValueError):  # UnicodeDecodeError is one
+        except (OSError, ValueError):  # includes UnicodeDecodeError
             do = "copy the adapter's folder again"
             raise ConfigError(f"the adapter {text}", f"{ADAPTER} is not JSON", do) from None
         base = facts.get("base_model_name_or_path") if isinstance(facts, dict) else None
@@ -103,7 +103,7 @@ def find_model(text: str) -> ModelSource:
 
 
 def home(text: str, asked: str) -> Path:
-    """Return a path as it was typed, with `~` expanded.
+    """Return a path as typed, with `~` expanded.
 
     Raises:
         ConfigError: `~name` of an unknown user.
@@ -115,7 +115,7 @@ def home(text: str, asked: str) -> Path:
 
 
 def base_of(source: ModelSource, asked: str) -> ModelSource:
-    """Return the model that training began with.
+    """Return the initial model of a run.
 
     Raises:
         ConfigError: the base is unknown, or had random weights.
@@ -146,14 +146,14 @@ def _located(path: str) -> Path:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model generated for one prompt."""
+    """A model's output for one prompt."""
 
     text: str
     tokens: int
-    finish: str  # stop: ended by itself; length: cut off; interrupted
+    finish: str  # stop: end of answer; length: truncated; interrupted
 
     def facts(self, name: str = "answer") -> dict[str, Any]:
-        """Return a mapping with the text under a name, and the other fields (prefixed unless it is `answer`)."""
+        """Return a mapping with the text under a name, and the other fields (prefixed unless the name is `answer`)."""
         prefix = "" if name == "answer" else f"{name}_"
         return {name: self.text, f"{prefix}tokens": self.tokens, f"{prefix}finish": self.finish}
 
@@ -190,8 +190,8 @@ class GenerationModel:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokens = Tokens(self.tokenizer)
         sizes = {} if source.config is None else source.config.data.model_dump(include={"min_pixels", "max_pixels"})
-        asked = Config(model=Model(path=self.name), objective="sft", data=Data(random=1, **sizes), output=".")
-        self.images = image_reader(asked, source.folder, self.tokenizer)  # with the pixel limits of training
+        config = Config(model=Model(path=self.name), objective="sft", data=Data(random=1, **sizes), output=".")
+        self.images = image_reader(config, source.folder, self.tokenizer)  # with the pixel limits of training
         self.tokens.images = self.images
         self.decoder: Decoder | None
         self._names: WeightMap | None
@@ -260,18 +260,18 @@ class GenerationModel:
         if not images:
             return {}
         assert isinstance(self.images, ImageReader)
-        reader, found = self.images, dict[str, Tensor]()
+        reader, inputs = self.images, dict[str, Tensor]()
         pixels = [torch.from_numpy(reader.patches(image)) for image in images]
         grids, spec, vision = [image.grid for image in images], reader.spec, self.model.config.vision_config
         if spec.sizes == "bounded":
-            found = tower_inputs(spec, vision, torch.cat(pixels), grids)
+            inputs = tower_inputs(spec, vision, torch.cat(pixels), grids)
         else:
             made = [tower_inputs(spec, vision, each, [grid]) for each, grid in zip(pixels, grids, strict=True)]
-            found = {name: _joined([one[name] for one in made], name) for name in made[0]}
+            inputs = {name: _joined([inputs_of[name] for inputs_of in made], name) for name in made[0]}
         kinds = "token_type_ids" if spec.frame == "text" else "mm_token_type_ids"
         if spec.axes != "one" or spec.mutual != "none":
-            found[kinds] = (tokens == reader.token).int()
-        return {name: t.to(self.device) for name, t in found.items()}
+            inputs[kinds] = (tokens == reader.token).int()
+        return {name: t.to(self.device) for name, t in inputs.items()}
 
     def settings(self, sampling: Sampling, longest: int) -> Any:
         """Return transformers' generation config: the folder's fields of the model, and the sampling."""
@@ -288,50 +288,50 @@ class GenerationModel:
         return made
 
     def _most(self, n: int, sampling: Sampling) -> int:
-        """Most tokens of an answer to a prompt of n tokens."""
+        """Return the most tokens of an answer to a prompt of n tokens."""
         return sampling.max_tokens if self.room is None else min(sampling.max_tokens, self.room - n)
 
     def answers(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first: int = 0, slots: int = 0
     ) -> list[Answer]:
-        """Answer each prompt in one batch, except prompts with less room in the model's positions.
+        """Answer all prompts in one batch, except prompts with less room in the model's positions.
 
         Args:
-            first: the number of the first prompt; draws depend on it.
+            first: index of the first prompt; draws depend on it.
             slots: answers at once in our own decoder; 0: all.
         """
         alike: dict[int, list[int]] = {}
         for i, ids in enumerate(prompts):
             alike.setdefault(self._most(len(ids), sampling), []).append(i)
-        found: dict[int, Answer] = {}
+        by_number: dict[int, Answer] = {}
         for most, batch in alike.items():
             if self.decoder is not None:
                 answers = self._sampled({first + i: prompts[i] for i in batch}, sampling, seed, most, slots)
             else:
                 answers = self._batch([prompts[i] for i in batch], sampling, seed + first + batch[0])
-            found |= zip(batch, answers, strict=True)
-        return [found[i] for i in range(len(prompts))]
+            by_number |= zip(batch, answers, strict=True)
+        return [by_number[i] for i in range(len(prompts))]
 
     def _sampled(
         self, prompts: Mapping[int, Sequence[int]], sampling: Sampling, seed: int, most: int, slots: int
     ) -> list[Answer]:
-        """Answer prompts, by their number, by our own decoder."""
+        """Answer prompts, keyed by index, with our own decoder."""
         assert self.decoder is not None
         given = [PromptIds(number, np.array(ids, np.int64)) for number, ids in prompts.items()]
         drawing = Drawing(
             most, 0.0 if sampling.greedy else sampling.temperature, tuple(self.stops), seed, slots or len(given),
             0 if sampling.greedy else sampling.top_k, 1.0 if sampling.greedy else sampling.top_p,
         )  # fmt: skip
-        found = sample(self.decoder, given, 1, drawing)
-        if any(math.isnan(p) for answer in found for p in answer.log_p):
+        sampled = sample(self.decoder, given, 1, drawing)
+        if any(math.isnan(p) for answer in sampled for p in answer.log_p):
             assert self._names is not None
-            whole, names = self.decoder.named_parameters(), self._names
-            raise self._broken(piece for name, value in whole for piece in names.split(name, value))
-        return [self._answer(torch.tensor(answer.ids)) for answer in found]
+            parameters, names = self.decoder.named_parameters(), self._names
+            raise self._broken(piece for name, value in parameters for piece in names.split(name, value))
+        return [self._answer(torch.tensor(answer.ids)) for answer in sampled]
 
     @torch.inference_mode()
     def _batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Answer]:
-        """Padded on the left."""
+        """Answer a batch, padded on the left, with transformers."""
         longest = max(map(len, prompts))
         settings = self.settings(sampling, longest)
         tokens = torch.full((len(prompts), longest), settings.pad_token_id)
@@ -347,7 +347,7 @@ class GenerationModel:
         return [self._answer(row) for row in out[:, longest:]]
 
     def _check_scores(self, _: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores of the next token, (prompts, vocabulary); transformers calls it before it draws one.
+        """Return the scores of the next token, (prompts, vocabulary); transformers calls it before drawing.
 
         Raises:
             RunError: NaN or +infinity among them; -infinity marks an impossible token.
@@ -358,9 +358,9 @@ class GenerationModel:
 
     def _broken(self, weights: Iterable[tuple[str, Tensor]]) -> RunError:
         broken = next((name for name, value in weights if not value.isfinite().all()), None)
-        why = "its weights are finite" if broken is None else f"{broken} has some"
+        note = "its weights are finite" if broken is None else f"{broken} has some"
         do = "compute in float32" if broken is None else "export an earlier checkpoint, or copy the weights again"
-        return RunError(f"an answer of {self.name}", f"NaN or infinity among the scores of the next token; {why}", do)
+        return RunError(f"an answer of {self.name}", f"NaN or infinity among the scores of the next token; {note}", do)
 
     def _answer(self, row: Tensor, interrupted: bool = False) -> Answer:
         ids = row.tolist()
@@ -370,7 +370,7 @@ class GenerationModel:
         return Answer(self.tokenizer.decode(kept, skip_special_tokens=True), len(kept), finish)
 
     def stream(self, ids: Sequence[int], sampling: Sampling, seed: int, write: Callable[[str], None]) -> Answer:
-        """Answer one prompt; call `write` with the text as it comes. Ctrl-C stops the answer, not the program."""
+        """Answer one prompt; call `write` with each piece of text. Ctrl-C stops the answer, not the program."""
         from transformers import TextIteratorStreamer
 
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -422,14 +422,14 @@ class _StopEvent:
 def _decoder(source: ModelSource, device: torch.device) -> tuple[Decoder, WeightMap] | tuple[None, None]:
     """Load our own decoder, with the map of its published names.
 
-    None: an adapter without its base, a penalty of the model's own, or a model it is not for.
-    Nor on a GPU without kernels on this machine.
+    None: an adapter without its base, a model with its own penalty, an unsupported model, or a GPU without kernels on
+    this machine.
 
     Raises:
         NeedsError: weights that do not fit the config.json.
     """
-    hf, own = read_config_json(source.folder / "config.json"), read_generation(source.folder)
-    penalised = own.get("repetition_penalty") not in (None, 1) or any(own.get(key) for key in OWN[2:])
+    hf, generation = read_config_json(source.folder / "config.json"), read_generation(source.folder)
+    penalised = generation.get("repetition_penalty") not in (None, 1) or any(generation.get(key) for key in OWN[2:])
     if source.adapter is not None or penalised or native_obstacle(hf) or is_multimodal(hf):
         return None, None
     if "quantization_config" in hf or not any("ForCausalLM" in a for a in hf.get("architectures") or ("ForCausalLM",)):
@@ -474,10 +474,10 @@ def _loaded(source: ModelSource, device: torch.device) -> Any:
         raise NeedsError(asked, f"no {WEIGHTS} that can be read", do) from None
     base = load_plain(source.folder, None, device)
     tokens = len(open_tokenizer(_tokenizer_folder(source)))
-    if tokens > base.get_input_embeddings().weight.shape[0]:  # tokens that the run added
+    if tokens > base.get_input_embeddings().weight.shape[0]:  # tokens added by the run
         base.resize_token_embeddings(tokens, mean_resizing=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT's warnings of missing names are errors here
+        warnings.simplefilter("ignore")  # missing names, which PEFT warns of, are errors here
         try:
             model = PeftModel.from_pretrained(base, source.adapter, local_files_only=True)
         except (ValueError, TypeError, RuntimeError, KeyError, OSError, ImportError, AttributeError) as error:
@@ -498,24 +498,24 @@ def template_of(source: ModelSource) -> str | None:
 
 def _tokenizer_folder(source: ModelSource) -> Path:
     """Return the folder with the tokenizer: the adapter's, if it has one."""
-    own = source.adapter is not None and (source.adapter / "tokenizer.json").is_file()
-    return source.adapter if own and source.adapter is not None else source.folder
+    in_adapter = source.adapter is not None and (source.adapter / "tokenizer.json").is_file()
+    return source.adapter if in_adapter and source.adapter is not None else source.folder
 
 
-# --- Prompts: rows of any kind that training reads, with or without the answer.
+# --- Prompts: rows of any training format, with or without the answer.
 #
-# A row is parsed as in training (data/schema.py). Without an answer, a placeholder takes its place while it is
-# read, so that there is one reader and one set of errors.
+# A row is parsed as in training (data/schema.py). A row without an answer gets a placeholder during parsing, so that
+# there is one reader and one set of errors.
 
 
-STAND_IN = "-"  # for an answer that is not there
+STAND_IN = "-"  # placeholder for a missing answer
 ANSWERS = ("assistant", "gpt", "function_call")
 
 
 @dataclass(frozen=True)
 class Prompt:
     where: RowLocation
-    asked: str | tuple[Message, ...]  # a text to be continued, or a conversation
+    asked: str | tuple[Message, ...]  # a text to continue, or a conversation
     tools: tuple[Any, ...] = ()
     reference: str | None = None  # the row's own answer
 
@@ -538,7 +538,7 @@ def row_of(message: Message) -> dict[str, Any]:
 def prompts(path: Path, plain: bool = False, system: str | None = None) -> Iterator[Prompt]:
     """Read the prompts of a file of rows.
 
-    A conversation is the prompt up to its last assistant turn, which is the reference. A `prompt` only is a user's
+    A conversation is the prompt up to its last assistant turn, which is the reference. A lone `prompt` is a user's
     turn, or with `plain` a text; with a `completion` it is a text, as in training. A `text` is continued.
 
     Args:
@@ -547,8 +547,8 @@ def prompts(path: Path, plain: bool = False, system: str | None = None) -> Itera
     Raises:
         DataError: no such file, or a row without a prompt, with its source.
     """
-    for where, found in read_rows(path):
-        prompt = read_prompt(where, found, plain)
+    for where, row in read_rows(path):
+        prompt = read_prompt(where, row, plain)
         if system is not None and not isinstance(prompt.asked, str) and prompt.asked[0].role != "system":
             prompt = Prompt(where, (Message("system", system), *prompt.asked), prompt.tools, prompt.reference)
         yield prompt
@@ -569,7 +569,7 @@ def prompt_of(where: RowLocation, row: schema.Row, plain: bool = False, answered
         return Prompt(where, row.prompt, (), row.completion if answered else None)
     last = len(row.messages) - 1
     if row.prompt and row.prompt < last:
-        last = row.prompt  # of a pair: the answer starts here
+        last = row.prompt  # in a pair, the answer starts here
     asked, answer = row.messages[:last], row.messages[last]
     if not asked or answer.role != "assistant":
         raise schema.bad_row(where, "no turn to answer")
@@ -578,38 +578,38 @@ def prompt_of(where: RowLocation, row: schema.Row, plain: bool = False, answered
     return Prompt(where, asked, row.tools, answer.content if answered else None)
 
 
-def _completed(found: dict[str, Any], plain: bool) -> tuple[dict[str, Any], bool]:
-    """Return the row with an answer, and whether it is its own."""
+def _completed(row: dict[str, Any], plain: bool) -> tuple[dict[str, Any], bool]:
+    """Return the row with an answer, and whether it is the row's own."""
     for key in ("messages", "conversations"):
-        turns = found.get(key)
+        turns = row.get(key)
         if isinstance(turns, list) and turns and isinstance(turns[-1], dict):
             said = "from" if "from" in turns[-1] else "role"
             if turns[-1].get(said) in ANSWERS:
-                return found, True
+                return row, True
             end = {"from": "gpt", "value": STAND_IN} if said == "from" else {"role": "assistant", "content": STAND_IN}
-            return {**found, key: [*turns, end]}, False
-    if found.get("instruction") is not None and found.get("output") is None:
-        return {**found, "output": STAND_IN}, False
-    prompt = found.get("prompt")
-    if prompt is None or any(found.get(key) is not None for key in ("completion", "chosen", "rejected")):
-        return found, True
-    others = {key: value for key, value in found.items() if key != "prompt"}
+            return {**row, key: [*turns, end]}, False
+    if row.get("instruction") is not None and row.get("output") is None:
+        return {**row, "output": STAND_IN}, False
+    prompt = row.get("prompt")
+    if prompt is None or any(row.get(key) is not None for key in ("completion", "chosen", "rejected")):
+        return row, True
+    others = {key: value for key, value in row.items() if key != "prompt"}
     if isinstance(prompt, list):
         return _completed({**others, "messages": prompt}, plain)
     if plain:
-        return {**found, "completion": STAND_IN}, False
+        return {**row, "completion": STAND_IN}, False
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": STAND_IN}]
     return {**others, "messages": turns}, False
 
 
-# --- many prompts, one model after the other
+# --- many prompts with one model
 
 
 def generate_answers(
     source: ModelSource, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, batch: int,
     template: str | None = None,
 ) -> Iterator[Answer]:  # fmt: skip
-    """Yield the model's answers in the order of the prompts; it is loaded here and freed afterwards.
+    """Load a model, yield its answers in the order of the prompts, and free it.
 
     Args:
         template: the chat template for a model without one.
@@ -621,7 +621,7 @@ def generate_answers(
     model = GenerationModel(source, template, streams=False)
     ids = [model.ids(p.asked, p.where, p.tools) for p in prompts]
     try:
-        many = batch if model.decoder is None else TURNS * batch  # one that ends leaves its slot to the next
+        many = batch if model.decoder is None else TURNS * batch  # a finished answer's slot goes to the next prompt
         for first in range(0, len(ids), many):
             yield from model.answers(ids[first : first + many], sampling, seed, first, batch)
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""List devices with the rates of their datasheets, and detect those of this machine. Pure: uses the driver, not torch.
+"""List devices with their datasheet rates, and detect those of this machine. Pure: uses the driver, not torch.
 
 Peaks are dense, with float32 accumulation; `peak_flop_s` (bf16) is the denominator of MFU. Rates of a CPU are computed
 from its cores, clock and vector width: an upper bound, good enough to rank settings, not to predict speeds.
@@ -23,7 +23,7 @@ from optrush.errors import ConfigError
 
 GIB = 2**30
 CONTEXT_BYTES = 800 << 20  # per CUDA process, in addition to torch's allocations
-TILE = 64  # rows or columns that fill whole matmul tiles; else a compiler would pad, and copy
+TILE = 64  # multiple of rows and columns that fills matmul tiles; otherwise a compiler pads and copies
 
 
 def tiles(many: int) -> int:
@@ -53,7 +53,7 @@ class Device:
     bandwidth_bytes_s: float | None = None  # device memory
     link_bytes_s: float | None = None  # to another device of the same host, one direction
     memory_bytes: int | None = None  # all of it, as the driver reports
-    host_memory_bytes: int | None = None  # of the host that a GPU is in
+    host_memory_bytes: int | None = None  # of a GPU's host
     hosts: int = 1  # hosts with equal devices, connected by `network`; only for plans
     network: Network | None = None
     linked: str = ""  # the host's device link, of `SLOWER`, instead of the product's own
@@ -66,9 +66,9 @@ def _gpu(
     return Device("cuda", name, capability, peak, half, float32, bandwidth, link, int(gib * GIB))
 
 
-# Names that `--hardware` takes. Rates from the maker's datasheet of each product (SXM where both exist); link: NVLink
-# where the product has it, else PCI Express x16; memory as drivers report it, less than the nominal size; of GeForce
-# products with float32 accumulation. Of what is not NVIDIA's only the memory is planned.
+# Names for `--hardware`. Rates from each product's datasheet (SXM if there are two forms); link: NVLink if the product
+# has it, else PCI Express x16; memory as drivers report it, less than the nominal size; GeForce rates with float32
+# accumulation. For products other than NVIDIA's only memory is planned.
 NAMED: dict[str, Device] = {
     "t4": _gpu("Tesla T4", (7, 5), 6.5e13, 8.1e12, 3.2e11, 1.6e10, 14.6),
     "v100": _gpu("Tesla V100-SXM2-16GB", (7, 0), 1.25e14, 1.57e13, 9.0e11, 1.5e11, 15.8),
@@ -125,21 +125,21 @@ NAMED: dict[str, Device] = {
     "b200": _gpu("NVIDIA B200", (10, 0), 2.25e15, 7.5e13, 8.0e12, 9.0e11, 178.3),
     "mi300x": Device("cuda", "AMD Instinct MI300X", (8, 0), None, bandwidth_bytes_s=5.3e12, memory_bytes=191 * GIB),
 }
-# Of the datasheet's rate of 16-bit products, what is left for long where a small power limit lowers the clock:
-# of a T4 at 70 W cuBLAS kept 24 of 65 TFLOP/s (forums.developer.nvidia.com/t/about-gpu-peak-performance/264462).
+# Sustained share of the datasheet's 16-bit matmul rate if a small power limit lowers the clock: on a T4 at 70 W cuBLAS
+# sustained 24 of 65 TFLOP/s (forums.developer.nvidia.com/t/about-gpu-peak-performance/264462).
 SUSTAINED = {"Tesla T4": 24 / 65}
-# Where several products have one name: what to ask.
+# Ambiguous names, and the names of their products.
 AMBIGUOUS = {
     "a100": ("a100-40", "a100-80"), "4060ti": ("4060ti-8", "4060ti-16"), "rtx4000": ("a4000", "4000ada"),
     "rtx5000": ("a5000", "5000ada"), "rtx6000": ("a6000", "6000ada", "rtxpro6000"),
 }  # fmt: skip
-# US dollars an hour of one card: list prices of rented ones, September to October 2026 (akash.network/pricing/gpus,
-# openrelay.inc/pricing, verda.com/pricing). Prices change: they rank cards, and `--price` gives your own.
+# Rent in US dollars per hour and card: list prices, September to October 2026 (akash.network/pricing/gpus,
+# openrelay.inc/pricing, verda.com/pricing). Prices change: they rank cards, and `--price` sets your own.
 PRICES_USD_H = {
     "3090": 0.18, "4090": 0.29, "a100-40": 0.80, "a6000": 0.82, "rtxpro6000": 1.45, "a100-80": 1.71, "h100": 2.71,
     "h200": 4.45, "b200": 5.00,
 }  # fmt: skip
-# Other products of the same chip, where their datasheets differ.
+# Other products of the same chip with different datasheets.
 _VARIANTS = {
     "NVIDIA A100 80GB PCIe": dataclasses.replace(NAMED["a100-80"], bandwidth_bytes_s=1.935e12, link_bytes_s=3.2e10),
     "NVIDIA A100-PCIE-40GB": dataclasses.replace(NAMED["a100-40"], link_bytes_s=3.2e10),
@@ -148,28 +148,28 @@ _BY_NAME = {d.name: d for d in NAMED.values()} | _VARIANTS
 
 CPU = Device("cpu", "cpu", (0, 0), None)
 
-# A step of a ring over the network, of whichever kind: NCCL's own cost model (hwLatencies of src/graph/tuning.cc: ring,
-# protocol Simple). infiniband: an adapter of 400 Gb/s for each GPU, as a DGX H100 has (NVIDIA ConnectX-7, NDR).
-# ethernet: one port of 100 Gb/s a host (IEEE 802.3, 100GBASE).
+# Seconds per step of a ring over any network: NCCL's own cost model (hwLatencies in src/graph/tuning.cc: ring, protocol
+# Simple). infiniband: one 400 Gb/s adapter per GPU, as in a DGX H100 (NVIDIA ConnectX-7, NDR). ethernet: one 100 Gb/s
+# port per host (IEEE 802.3, 100GBASE).
 STEP_S = 1.4e-5
 PER_GPU, PER_HOST = {"infiniband": 5.0e10}, {"ethernet": 1.25e10}
 NETWORKS = (*PER_GPU, *PER_HOST)
 
-# To and from the host by the major capability: PCI Express x16 of that generation's datasheets, one direction.
+# Bytes/s to and from the host by major capability: PCI Express x16 in that generation's datasheets, one direction.
 PCIE, PCIE_LATER = {7: 1.6e10, 8: 3.2e10}, 6.4e10
-# What links the devices of a host without NVLink and without reading each other's memory, and what turns NCCL to it.
-# pcie: through the host's memory, of PCI Express; socket: through a TCP socket of the host. Of an assumed rate the plan
-# takes 0.70: NCCL's all-reduce ran at 28 and 4.4 GB/s between two H200 (docs/log/open.md), and what a step exchanges at
-# 0.8 of that (fitted to benchmarks/results/2xh200-gpus.jsonl; 2xh200-gpus-large.jsonl then 5 to 16 % too fast).
+# Links of a host's devices without NVLink and peer access, and the variables that make NCCL use them. pcie: through
+# host memory over PCI Express; socket: through a TCP socket of the host. The plan uses 0.70 of an assumed rate: NCCL's
+# all-reduce ran at 28 and 4.4 GB/s between two H200s (docs/log/open.md), a step's communication at 0.8 of that (fitted
+# to benchmarks/results/2xh200-gpus.jsonl; then 5 to 16 % too fast for 2xh200-gpus-large.jsonl).
 SLOWER = {"pcie": "NCCL_P2P_DISABLE", "socket": "NCCL_SHM_DISABLE"}
 PCIE_SHARE, SOCKET_S = 0.62 * 0.8, 6.3e9 * 0.8
 
-# The share of a host's memory that runs may keep activations and states in; the rest is the processes' own. What is
-# assumed of hosts that are not known: so many times a card's memory.
+# Share of a host's memory for activations and states; the rest is for the processes themselves. Unknown hosts are
+# assumed to have HOST_A_CARD times a card's memory.
 HOST_SHARE, HOST_A_CARD = 0.9, 2
 
-_FREE = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)\s*gi?b")  # 24gib: a GPU of so much memory, of unknown rates
-_WITH_HOST = re.compile(r"(.+)@([0-9]{1,7}(?:\.[0-9]{1,3})?)\s*gi?b")  # 4090@64gib: in a host with so much memory
+_FREE = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)\s*gi?b")  # 24gib: a GPU with this memory and unknown rates
+_WITH_HOST = re.compile(r"(.+)@([0-9]{1,7}(?:\.[0-9]{1,3})?)\s*gi?b")  # 4090@64gib: in a host with this memory
 _LINKED = re.compile(rf"([^:]+):({'|'.join(SLOWER)})")  # 4xh200:pcie
 _HOSTS = re.compile(r"([0-9]{1,5})x([0-9]{1,5}x[^:]+):(.+)")  # 2x8xh100:infiniband
 
@@ -182,12 +182,11 @@ def _unnamed(gib: float) -> Device:
 def parse_hardware(text: str) -> tuple[Device, int]:
     """Return the device of a `--hardware` name, and their number: "h200", "2xh200", "2x8xh200:infiniband", "auto".
 
-    Several of one host may have a slower link than the product: "4xh200:pcie", "4xh200:socket". "4090@64GiB" is in a
-    host with so much memory. `auto` has what NCCL's
-    variables in the environment turn it to.
+    Devices of one host may have a slower link than the product: "4xh200:pcie", "4xh200:socket". "4090@64GiB" is in a
+    host with this memory. `auto` has the link that NCCL's environment variables select.
 
     Raises:
-        ConfigError: an unknown name; `auto` on a machine whose devices differ.
+        ConfigError: an unknown name; `auto` on a machine with different devices.
     """
     plain = re.sub(r"\s*([x*:])\s*", r"\1", text.lower().strip())
     plain = re.sub(r"(?<=[0-9])\*(?=\S)", "x", plain)  # 8*h100
@@ -250,12 +249,12 @@ def _card(text: str) -> str:
         plain = re.sub(r"(?<=[a-z0-9])[\s_-]+(?=[a-z0-9])", "", name)
         return re.sub(r"^rtx|(?<=[0-9])gi?b$|sxm[0-9]?", "", re.sub(r"^(nvidia|geforce|tesla)+", "", plain))
 
-    found = {letters(device.name.lower()): name for name, device in NAMED.items()}  # as the driver has it
-    found |= {letters(name): name for name in (*NAMED, *AMBIGUOUS)}
-    if (name := found.get(letters(text))) is not None:
+    names = {letters(device.name.lower()): name for name, device in NAMED.items()}  # the driver's names
+    names |= {letters(name): name for name in (*NAMED, *AMBIGUOUS)}
+    if (name := names.get(letters(text))) is not None:
         return name
-    sized = re.fullmatch(r"(.+?)[\s-]+([0-9]{1,4})\s*gi?b", text)  # with the memory that such a card has
-    name = found.get(letters(sized[1])) if sized else None
+    sized = re.fullmatch(r"(.+?)[\s-]+([0-9]{1,4})\s*gi?b", text)  # with the card's memory
+    name = names.get(letters(sized[1])) if sized else None
     memory = NAMED[name].memory_bytes if name in NAMED else None
     if sized and name and memory and int(sized[2]) and abs(memory / GIB / int(sized[2]) - 1) < 0.1:
         return name
@@ -263,11 +262,11 @@ def _card(text: str) -> str:
 
 
 def _of_hosts(text: str) -> tuple[Device, int]:
-    """Return a device of several hosts, and the number of devices of all of them."""
+    """Return a device of several hosts, and the number of devices in all of them."""
     parts = _HOSTS.fullmatch(text)
     if parts is None or parts[3] not in NETWORKS or int(parts[1]) < 2:
-        one = ", ".join(f"2xh100:{link}" for link in SLOWER)
-        example = f"write 2x8xh100:{NETWORKS[0]} (two hosts of 8); or {', '.join(NETWORKS[1:])}; within a host {one}"
+        single = ", ".join(f"2xh100:{link}" for link in SLOWER)
+        example = f"write 2x8xh100:{NETWORKS[0]} (two hosts of 8); or {', '.join(NETWORKS[1:])}; within a host {single}"
         raise ConfigError(f"the hardware {text}", "hosts need their devices and the link between them", example)
     device, each = parse_hardware(parts[2])
     link = parts[3]
@@ -298,12 +297,12 @@ def price_usd_h(device: Device) -> float | None:
 
 
 def first_priced() -> str:
-    """Return the name of a card with a list price: comparisons size a run for one."""
+    """Return the name of a card with a list price, the size of run used for comparisons."""
     return next(iter(PRICES_USD_H))
 
 
 def counted(device: Device, count: int) -> str:
-    """Return the text of several devices, as in `2 x 8 x NVIDIA H200 (infiniband)` or `4 x NVIDIA H200 (pcie)`."""
+    """Format several devices, such as `2 x 8 x NVIDIA H200 (infiniband)` or `4 x NVIDIA H200 (pcie)`."""
     if device.network is None:
         return device.name if count == 1 else f"{count} x {device.name}{f' ({device.linked})' * bool(device.linked)}"
     return f"{device.hosts} x {count // device.hosts} x {device.name} ({device.network.name})"
@@ -322,8 +321,8 @@ def share_of_cpu(ranks: int) -> Device:
     """Return each rank's share of this machine's memory, cores and bandwidth."""
     here = cpu()
 
-    def share(whole: float | None) -> float | None:
-        return None if whole is None else whole / ranks
+    def share(total: float | None) -> float | None:
+        return None if total is None else total / ranks
 
     return dataclasses.replace(
         here, half_flop_s=share(here.half_flop_s), float32_flop_s=share(here.float32_flop_s),
@@ -361,21 +360,21 @@ def _cpuinfo() -> str:
 class HostMemory:
     """The limit and the use of host memory for this process' GPU data."""
 
-    most_bytes: int | None  # None: not known
+    most_bytes: int | None  # None: unknown
     taken_bytes: int = 0
 
     @classmethod
     def of(cls, ranks: int) -> HostMemory:
-        """Return the share of one of this many processes of the host."""
-        whole = cpu().memory_bytes
-        return cls(None if whole is None else int(HOST_SHARE * whole / ranks))
+        """Return the share of one of a host's `ranks` processes."""
+        total = cpu().memory_bytes
+        return cls(None if total is None else int(HOST_SHARE * total / ranks))
 
     @property
     def left_bytes(self) -> int | None:
         return None if self.most_bytes is None else max(0, self.most_bytes - self.taken_bytes)
 
     def take(self, size: int) -> None:
-        """Count bytes that are allocated next; raise MemoryError if they are more than is left."""
+        """Count bytes before their allocation; raise MemoryError if they exceed the rest."""
         if self.most_bytes is not None and self.taken_bytes + size > self.most_bytes:
             taken, most = self.taken_bytes / GIB, self.most_bytes / GIB
             raise MemoryError(f"{taken:.1f} GiB of host memory in use, the limit of this process is {most:.1f}")
@@ -385,8 +384,8 @@ class HostMemory:
 def room_on_host(device: Device, ranks: int) -> int | None:
     """Return the bytes of host memory that each of a host's `ranks` processes may use for its GPU's data.
 
-    Where the host is not known, twice the GPU's memory, which NVIDIA recommends for servers that train
-    (https://docs.nvidia.com/certification-programs/nvidia-certified-configuration-guide). None: nothing is known, or
+    If the host is unknown, twice the GPU's memory, as NVIDIA recommends for training servers
+    (https://docs.nvidia.com/certification-programs/nvidia-certified-configuration-guide). None: both are unknown, or
     the device is the host.
     """
     if device.kind == "cpu" or device.memory_bytes is None:
@@ -396,12 +395,12 @@ def room_on_host(device: Device, ranks: int) -> int | None:
 
 
 def _memory(root: str = "/") -> int | None:
-    """Return this machine's memory, or the least that a container of this process may have."""
+    """Return this machine's memory, or the smallest limit of this process' containers."""
     try:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
-    return min([whole, *_limits(Path(root))])
+    return min([total, *_limits(Path(root))])
 
 
 def _limits(root: Path) -> Iterator[int]:

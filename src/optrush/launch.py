@@ -1,7 +1,7 @@
 """Read this process' rank from the environment; launch N processes of this command with one exit code (`--ranks N`).
 
-torchrun does the same over many machines, but replaces 143, the exit code of a run that a signal stopped and that can
-be resumed; this launcher returns it.
+torchrun does the same over many machines, but replaces 143, the exit code of a resumable run that a signal stopped;
+this launcher returns it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from optrush.errors import ConfigError, RunError
 
 BEGUN = time.monotonic()  # start of the process: commands import this module first
 _LIBC = ctypes.CDLL(None)
-TRACKER_THREAD = "optrush-tracker"  # a daemon thread that may block in a client library
+TRACKER_THREAD = "optrush-tracker"  # a daemon thread that can block in a client library
 LAUNCHER = "OPTRUSH_LAUNCHER"  # set for ranks whose launcher reports the fatal signal
-NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # torchrun's environment, so that lost hosts can come back
-GRACE_S = 30.0  # time for the others to exit after one has stopped
+NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # lets torchrun re-admit lost hosts
+GRACE_S = 30.0  # time for the other ranks to exit after one has stopped
 FAILED_GRACE_S = 8.0  # after one has failed: time to report the missing rank
 
 
@@ -47,8 +47,8 @@ def launched() -> tuple[int, int]:
 def unjoinable() -> str:
     """Return a warning if torchrun cannot re-admit a restarted host, else "".
 
-    torchrun's rank 0 writes the address of the store that it shares with the ranks once. A host that is started again
-    looks for it among the keys of the next meeting, and both fail after 60 s
+    torchrun's rank 0 publishes the address of its store, shared with the ranks, only once. A restarted host looks for
+    it among the keys of the next rendezvous, and both fail after 60 s
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py#L1209).
     Unshared, each rendezvous has its own address.
     """
@@ -81,9 +81,9 @@ def spawn(arguments: Sequence[str], ranks: int, resume: Callable[[], str] | None
         signal.signal(stop, forward)
     begin = partial(die_with_parent, os.getpid())
     for more in rank_environments(ranks):
-        own = {**os.environ, LAUNCHER: str(os.getpid()), **more}
+        environment = {**os.environ, LAUNCHER: str(os.getpid()), **more}
         command = [sys.executable, "-m", "optrush", *arguments]
-        processes.append(subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=begin))
+        processes.append(subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=begin))
     killed = _wait(processes)
     if killed is not None:
         rank, number = killed
@@ -98,7 +98,7 @@ def spawn(arguments: Sequence[str], ranks: int, resume: Callable[[], str] | None
 
 
 def rank_environments(ranks: int) -> list[dict[str, str]]:
-    """Return the environment variables for connecting the ranks of one machine, a set per rank."""
+    """Return the environment variables that connect the ranks of one machine, one set per rank."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -140,16 +140,16 @@ def process_stat(pid: int) -> tuple[str, int]:
 def sibling_ranks() -> dict[int, int]:
     """Return the process ids of the other ranks started by this process' parent."""
     same = [f"{name}={os.environ.get(name)}".encode() for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
-    found: dict[int, int] = {}
+    pids: dict[int, int] = {}
     for children in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
         with suppress(OSError):
             for pid in map(int, children.read_text().split()):
-                with suppress(OSError):  # it has ended
+                with suppress(OSError):  # the process has ended
                     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                     ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=") and v[5:].isdigit()]
                     if pid != os.getpid() and ranks and all(v in variables for v in same):
-                        found[ranks[0]] = pid
-    return found
+                        pids[ranks[0]] = pid
+    return pids
 
 
 def _signal_name(number: int) -> str:

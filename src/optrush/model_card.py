@@ -1,8 +1,8 @@
-"""Write the model card, README.md next to the weights: facts of the run, and nothing else.
+"""Write the model card, README.md next to the weights: only facts of the run.
 
-Names from the user (models, files, folders) are untrusted text on pages that show the card. So they are escaped
-for Markdown and HTML; the block at the top is written by a YAML library. Paths stay private: of a folder, a
-file or a pattern the card has only the last name, existing or not. Only hub ids are complete.
+Names from the user (models, files, folders) are untrusted text on pages that show the card. So they are escaped for
+Markdown and HTML; a YAML library writes the block at the top. Paths stay private: for a folder, a file or a pattern the
+card has only the last name, existing or not. Only hub ids are complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from optrush.report.page import safe_text
 from optrush.technique import library
 
 NAME = "README.md"
-LICENCE = re.compile(r"[A-Za-z0-9][\w.+-]{0,63}\Z")  # an identifier, as the hub lists them
+LICENCE = re.compile(r"[A-Za-z0-9][\w.+-]{0,63}\Z")  # an identifier of the hub's list
 _MARKS = re.compile(r"""[\\`*_{}\[\]()#+.!|~:@$=^"']""")
 LOAD = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -56,7 +56,7 @@ def card(
     """
     try:
         measured = _measured(runs.load_run(folder), steps)
-    except Exception as error:  # whatever is in their lines
+    except Exception as error:  # their lines can hold anything
         measured = [("measured", escaped(f"unknown: metrics.jsonl is damaged: {reason(error)}"))]
     facts = [
         ("base model", _base(config)),
@@ -80,7 +80,7 @@ def card(
 
 
 def escaped(text: object) -> str:
-    """Return text from outside as Markdown that shows it as it is: no mark-up, no HTML, no link, one line."""
+    """Return untrusted text as Markdown that shows it literally: no mark-up, no HTML, no link, one line."""
     return html.escape(_MARKS.sub(r"\\\g<0>", safe_text(text)), quote=False)
 
 
@@ -97,9 +97,9 @@ def _licence(base: Path | None) -> str | None:
     if base is None or not (base / NAME).is_file():
         return None
     try:
-        found = re.match(r"---\r?\n(.*?)\r?\n---\s", read_text(base / NAME, "utf-8", "replace"), re.DOTALL)
-        front = parse_yaml(found[1], NAME)[0] if found else {}
-    except Exception:  # of the base's authors: any text
+        front_matter = re.match(r"---\r?\n(.*?)\r?\n---\s", read_text(base / NAME, "utf-8", "replace"), re.DOTALL)
+        front = parse_yaml(front_matter[1], NAME)[0] if front_matter else {}
+    except Exception:  # the base's README can hold anything
         return None
     licence = front.get("license")
     return licence if isinstance(licence, str) and LICENCE.match(licence) else None
@@ -127,7 +127,7 @@ def _called(path: str) -> str:
 
 
 def _of_hub(path: str) -> bool:
-    """Return whether it looks like a hub id, and neither it nor its parent exists as a path."""
+    """Return whether text looks like a hub id, and neither it nor its parent exists as a path."""
     local = os.path.exists(path) or os.path.isdir(os.path.dirname(path)) or form(Path(path)) is not None
     return readers.HUB_ID.fullmatch(path) is not None and not local
 
@@ -135,18 +135,18 @@ def _of_hub(path: str) -> bool:
 def _measured(told: runs.RunLog, steps: int) -> list[tuple[str, str]]:
     lines = [m for m in told.steps if m["step"] <= steps]
     evals = [m for m in told.evals if m["step"] <= steps and m["eval_loss"] is not None]
-    found: list[tuple[str, str]] = []
+    rows: list[tuple[str, str]] = []
     if lines:
         before = [0, *(m["step"] for m in lines)]
         tokens = sum(m["tokens_per_s"] * m["step_s"] * (m["step"] - b) for m, b in zip(lines, before))
         kind = {"cuda_allocated": "GiB allocated on the GPU", "rss": "GiB resident"}[lines[-1]["memory_kind"]]
-        found = [
+        rows = [
             ("tokens seen", f"about {count(tokens)}"),
             ("tokens a second", f"{count(told.median('tokens_per_s') or 0.0)} (median of the logged steps)"),
             ("peak memory", f"{max(m['peak_bytes'] for m in lines) / 2**30:.2f} {kind}"),
         ]
     if evals:
         best = min(evals, key=lambda m: float(m["eval_loss"]))
-        found.append(("held-out loss", f"{evals[-1]['eval_loss']:.4f} at step {evals[-1]['step']:,}"))
-        found.append(("best held-out loss", f"{best['eval_loss']:.4f} at step {best['step']:,}"))
-    return found
+        rows.append(("held-out loss", f"{evals[-1]['eval_loss']:.4f} at step {evals[-1]['step']:,}"))
+        rows.append(("best held-out loss", f"{best['eval_loss']:.4f} at step {best['step']:,}"))
+    return rows

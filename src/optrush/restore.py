@@ -1,8 +1,8 @@
 """Build the model of a run folder from a checkpoint, on one device and without the run's data.
 
-Only the parts that define the parameters and their meaning are rebuilt: the techniques that edit config.json or the
-weights, and under adapters the type that frozen weights are rounded to. Those that make training fast are left out, so
-that a machine which could not have trained the model can still export it.
+Only the parts that define the parameters and their meaning are rebuilt: techniques that edit config.json or the
+weights, and under adapters the dtype of frozen weights. Techniques for training speed are left out, so that a machine
+that could not train the model can still export it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from optrush.trainer.trainer import Trainer
 @dataclass(frozen=True)
 class RebuiltModel:
     trainer: Trainer
-    config: Config  # as its run.yaml has it
+    config: Config  # from its run.yaml
     folder: Path
-    base: Path | None  # the folder of the model that the run began with
+    base: Path | None  # the folder of the initial model
     manifest: Manifest
-    passed: tuple[tuple[str, str], ...]  # newer checkpoints that are damaged, and how
+    passed: tuple[tuple[str, str], ...]  # newer damaged checkpoints, and the damage
 
 
 def open_run(place: Path) -> tuple[Path, Config]:
-    """Read the run in a folder, or of its run.yaml.
+    """Read the run of a folder, or of its run.yaml.
 
     Raises:
         ConfigError: it does not exist, or its run.yaml cannot be read.
@@ -57,7 +57,7 @@ def choose_checkpoint(folder: Path, name: str | None) -> tuple[Manifest, tuple[t
         name: a folder, or a step.
 
     Returns:
-        Its manifest, and the checkpoints that were passed over, with why.
+        Its manifest, and the skipped checkpoints with reasons.
 
     Raises:
         CheckpointError: no checkpoint exists, none is intact, or the named one is damaged.
@@ -65,8 +65,8 @@ def choose_checkpoint(folder: Path, name: str | None) -> tuple[Manifest, tuple[t
     if name is not None:
         named = folder / FOLDER / f"step-{int(name):06d}" if name.isdecimal() else Path(name)
         if not named.is_dir():
-            there = ", ".join(p.name for p in find_checkpoints(folder)) or "none"
-            raise CheckpointError(f"--checkpoint {name}", "no such checkpoint", f"there are: {there}")
+            present = ", ".join(p.name for p in find_checkpoints(folder)) or "none"
+            raise CheckpointError(f"--checkpoint {name}", "no such checkpoint", f"there are: {present}")
         return verify(named.resolve()), ()
     passed: list[tuple[str, str]] = []
     for path in dict.fromkeys([*_best(folder), *find_checkpoints(folder)]):
@@ -74,9 +74,9 @@ def choose_checkpoint(folder: Path, name: str | None) -> tuple[Manifest, tuple[t
             return verify(path), tuple(passed)
         except CheckpointError as error:
             passed.append((path.name, error.found))
-    why = "; ".join(f"{step}: {found}" for step, found in passed) or "no checkpoint in it"
+    reason = "; ".join(f"{step}: {damage}" for step, damage in passed) or "no checkpoint in it"
     do = "train it first, or name a folder with saved checkpoints (`train.save_every`)"
-    raise CheckpointError(f"the run {folder}", f"nothing to export: {why}", do)
+    raise CheckpointError(f"the run {folder}", f"nothing to export: {reason}", do)
 
 
 def _best(folder: Path) -> list[Path]:
@@ -94,7 +94,7 @@ def rebuild(place: Path, checkpoint_name: str | None = None) -> RebuiltModel:
     """Build the run's model with the parameters of the checkpoint that `choose_checkpoint` returns.
 
     Raises:
-        UserError: no run there, no such checkpoint, or the model or the base it began with has changed since.
+        UserError: no such run or checkpoint, or the model or its base has changed since.
     """
     folder, config = open_run(place)
     checkpoint, passed = choose_checkpoint(folder, checkpoint_name)
@@ -110,7 +110,7 @@ def _bare(config: Config) -> Config:
     """Return the configuration for one process without data: random tokens, and the keys that define the weights."""
     built = instantiate(ALL, config.with_)
     with_ = {}
-    for t in built:  # that edit the configuration of the model, its weights, or their type
+    for t in built:  # those that edit the model's configuration, its weights, or their dtype
         edits = type(t).config is not Technique.config or type(t).peft is not Technique.peft
         if edits or t.averages or Part.WEIGHTS in t.claims:
             with_[t.name] = dict(config.with_[t.name])
@@ -118,7 +118,7 @@ def _bare(config: Config) -> Config:
         if Part.ADAPTERS in t.claims and not t.splits_base:
             # The checkpoint has the adapters' initial and trained values.
             with_[t.name].pop("init", None)
-        elif Part.PRECISION in t.claims and t.name not in with_:  # the type, and nothing of how activations flow
+        elif Part.PRECISION in t.claims and t.name not in with_:  # only the dtype of weights, not of activations
             with_[t.name] = {key: value for key, value in config.with_[t.name].items() if key == "dtype"}
     seq = config.batch.seq
     batch = BatchSize(seq=seq, tokens=seq, micro_tokens=seq)
@@ -130,13 +130,13 @@ def _same(checkpoint: Manifest, trainer: Trainer) -> None:
     """Reject parameters of another model, and adapters of another base or meaning."""
     for name in ("config", "base"):
         then, now = checkpoint.fingerprints.get(name), trainer.fingerprints.get(name)
-        # All weights come from the checkpoint: initial weights (and a preference reference) are not exported.
+        # All weights come from the checkpoint: initial weights (and a reference model) are not exported.
         if then != now and not (name == "base" and now is None):
             what = "the model's config.json" if name == "config" else "the weights that the run did not train"
             found = f"{what} changed: {then or 'absent'} then, {now or 'absent'} now"
             do = f"restore {trainer.config.model.path} as at the start of the run, or name a copy of it"
             raise CheckpointError(f"the checkpoint {checkpoint.path}", found, do)
-    for name in ("tokenizer", "template"):  # written from the base's files
+    for name in ("tokenizer", "template"):  # exported from the base's files
         then, now = checkpoint.fingerprints.get(name), trainer.fingerprints.get(name)
         if then is not None and now is not None and then != now:
             found = f"the model's {'chat template' if name == 'template' else name} changed"

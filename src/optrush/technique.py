@@ -1,6 +1,6 @@
 """Define a technique: its options, requirements, owned parts and stages. Pure, because the plan needs it.
 
-A technique is one file with one frozen class, whose dataclass fields are its options, and one line of
+A technique is one file with one frozen class, with its options as dataclass fields, and one line of
 `techniques.ALL`. It acts before step 0 only, stage by stage, by replacing or wrapping callables and slots of the
 `Trainer`. A part has one owner, the technique that claims it, so conflicts need no list.
 """
@@ -76,17 +76,17 @@ class Numerics(enum.Enum):
     DIFFERENT_MATHS = "held-out loss no worse than the baseline's within a stated margin"
 
 
-# Linears of a block of our decoder; from the fifth on, latent attention's in place of qkv.
+# Linears of a block of our decoder; from the fifth on, those of latent attention in place of qkv.
 LINEARS = ("qkv", "o", "gate_up", "down", "q", "q_a", "q_b", "kv_a", "kv_b")
 
 # Axes of the mesh. Ranks along pp, cp and tp work on the same rows; ranks along data axes have separate rows.
 SAME_ROWS = ("pp", "cp", "tp")
 DATA_AXES = ("rep", "dp", "ep")
-SUMMED = (*DATA_AXES, "cp")  # ranks along these have gradients of the same weights from other tokens
+SUMMED = (*DATA_AXES, "cp")  # ranks along these have gradients of the same weights from different tokens
 MESH_ORDER = ("pp", *SUMMED, "tp")  # outermost first: axes with more traffic are closer together
-RANK_PARTS = frozenset({Part.DATA, Part.TP, Part.CP, Part.PP, Part.EP, Part.LINKS})  # of runs of several ranks
+RANK_PARTS = frozenset({Part.DATA, Part.TP, Part.CP, Part.PP, Part.EP, Part.LINKS})  # for several ranks
 
-# What a technique changes in each stage, in the order of the stages. The first two run before there is a Trainer.
+# The object of each stage's changes, in the order of the stages. The first two run before the Trainer exists.
 STAGES = {
     "process": "environment and allocator, before torch and the process group are started",
     "config": "the config.json dict, in place, before a model is built",
@@ -118,8 +118,8 @@ class LinearSpec:
 class ModelSpec:
     """The model's blocks and the training of their weights under a run's techniques. Pure.
 
-    Every technique edits it in `describe`, before `needs` and `predict` of any run; so the edits must not depend on
-    their order.
+    Every technique edits it in `describe`, before any `needs` and `predict`; so the edits must not depend on their
+    order.
     """
 
     grouped_heads: bool = True  # fewer key/value heads than query heads, or unknown
@@ -129,10 +129,10 @@ class ModelSpec:
     mlp: Literal["torch", "triton", "quack"] = "torch"
     linears: Mapping[str, LinearSpec] = dataclasses.field(default_factory=lambda: dict.fromkeys(LINEARS, LinearSpec()))
     joined: frozenset[str] = frozenset()  # linears with all pieces in one published tensor
-    adapters_removable: bool = False  # the model before training can be run: `Trainer.adapters_disabled` is set
+    adapters_removable: bool = False  # the initial model can be run: `Trainer.adapters_disabled` is set
     narrow_stream: bool = False  # the residual stream has the matmul dtype
     rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"  # of updated bfloat16 weights
-    adds_unrounded: bool = False  # an adapter's output joins the linear's before either is rounded
+    adds_unrounded: bool = False  # an adapter's output is added to the linear's before rounding
 
     def with_linears(self, names: Iterable[str] = LINEARS, **changes: Any) -> Self:
         """Return the description with these fields of these linears changed."""
@@ -147,7 +147,7 @@ class Teacher:
     shape: ModelShape | None  # None outside our own decoder's families
     width_bytes: int  # per weight
     chunk: int  # tokens with logits in memory at once
-    stored: int | None = None  # its likeliest tokens of each target, read from files; None: it runs in each step
+    stored: int | None = None  # top tokens per target, read from files; None: it runs in each step
 
     @property
     def record_bytes(self) -> int:
@@ -164,12 +164,12 @@ class Rollout:
     most: int  # tokens of an answer
     room: int  # tokens per slot: prompt and answer
     mean: float  # mean tokens of a prompt and an answer of `most`
-    served: bool = False  # by another program: uses no memory of this device
+    served: bool = False  # by another program, without memory of this device
     narrow: int = 0  # slots if matmuls, keys and values have 16 bits
 
 
 class RowImages(NamedTuple):
-    """The images of rows, by estimate, and the tower that reads them."""
+    """The estimated images of rows, and their vision tower."""
 
     tower: TowerSizes
     part: Literal["none", "projector", "tower"]  # the trained part
@@ -179,7 +179,7 @@ class RowImages(NamedTuple):
 
     @property
     def trained(self) -> int:
-        """Parameters that are trained."""
+        """The number of trained parameters."""
         return {"none": 0, "projector": self.tower.projector, "tower": self.tower.parameters}[self.part]
 
 
@@ -193,7 +193,7 @@ class Environment:
     rows: int  # rows of one step over all ranks
     micro_rows: int  # B, rows of one micro-batch of one rank
     clip: float | None
-    dtype: str  # of the weights as configured: "float32" or "bfloat16"
+    dtype: str  # configured dtype of the weights: "float32" or "bfloat16"
     native: bool  # our decoder, or the wrapper around a transformers model
     blocks: int  # L
     claimed: frozenset[Part] = frozenset()
@@ -203,20 +203,20 @@ class Environment:
     paired: bool = False  # the objective compares pairs: rows of two documents, losses token by token
     by_token: bool = False  # per-token losses: pairs, sampled answers, or a user's loss
     teacher: Teacher | None = None  # for distillation
-    rollout: Rollout | None = None  # of an objective that learns from sampled answers
-    images: RowImages | None = None  # of rows that have some
+    rollout: Rollout | None = None  # for objectives with sampled answers
+    images: RowImages | None = None  # for rows with images
     mutual: bool = False  # bidirectional attention between an image's placeholders
-    scored: bool = False  # the head gives a score in place of next tokens
+    scored: bool = False  # the head outputs a score in place of next tokens
     reference: str | None = None  # source of the reference model
     spec: ModelSpec = ModelSpec()
-    scarce: bool = False  # nothing that a search always tries fits
+    scarce: bool = False  # no set without last-resort techniques fits
     reach: float = 1.0  # mean of document length / T per token, estimated by the plan
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks per axis; "dp" has the rest
     sharded: frozenset[str] = frozenset()  # axes over which matrices are sharded
-    pp_rank: int = 0  # the place on "pp" that a prediction is for
+    pp_rank: int = 0  # the predicted rank along "pp"
     copies_saved: bool = False  # saves copy first and write during training
 
-    # What several techniques need of the environment.
+    # Requirements shared by several techniques.
 
     def needs_gpu(self, technique: str, capability: tuple[int, int] = (0, 0)) -> Requirement:
         """Return the requirement of a CUDA device of at least this compute capability."""
@@ -226,7 +226,7 @@ class Environment:
         return Requirement(met, f"`{technique}` needs {wanted}", found, "use such a device, or turn the technique off")
 
     def needs_half(self, asked: str, instead: str = "") -> Requirement:
-        """Return the requirement of products in 16 bits."""
+        """Return the requirement of 16-bit matmuls."""
         met = self.dtype == "bfloat16" or Part.PRECISION in self.claimed
         do = "add --with amp or --with bf16" + (f", or {instead}" if instead else "")
         return Requirement(met, asked, "weights and matmuls in float32", do)
@@ -243,7 +243,7 @@ class Environment:
         return Requirement(self.spec.rounding != "kahan", f"`{technique}` has no place for remainders", found, do)
 
     def needs_whole_rows(self, technique: str) -> Requirement:
-        """Return the requirement of trained matrices that no rank has columns of."""
+        """Return the requirement that trained matrices are not sharded by columns."""
         met = "tp" not in self.sharded or Part.ADAPTERS in self.claimed  # adapters are whole on every rank
         asked, found = f"`{technique}` keeps states of whole rows", "a technique that also shards matrices by columns"
         return Requirement(met, asked, found, "use --with fused-adamw instead, or turn tensor off")
@@ -265,7 +265,7 @@ class Environment:
         yield Requirement(Part.STATES not in self.claimed, asked, found, do)
 
     def needs_mesh(self, technique: str, asked: str) -> Requirement:
-        """Return the requirement of ranks that the axes of the mesh divide."""
+        """Return the requirement that the axes of the mesh divide the ranks."""
         many = math.prod(self.axes.values())
         found = "one rank" if self.ranks == 1 else f"{self.ranks} ranks, in a mesh of {mesh_text(self.axes)}"
         do = f"start it with --ranks {many} or torchrun, or turn {technique} off"
@@ -273,12 +273,12 @@ class Environment:
 
     @property
     def data_ranks(self) -> int:
-        """Return the number of ranks, or groups of ranks, that read rows of their own."""
+        """Return the number of ranks, or groups of ranks, with separate rows."""
         return self.ranks // math.prod(n for axis, n in self.axes.items() if axis in SAME_ROWS)
 
     @property
     def gradient_ranks(self) -> int:
-        """Return the number of ranks with gradients of the same weights from other tokens."""
+        """Return the number of ranks with gradients of the same weights from different tokens."""
         return self.data_ranks * self.axes.get("cp", 1)
 
     @property
@@ -301,7 +301,7 @@ class Environment:
 
     @property
     def blocks_alone(self) -> float:
-        """Return the fraction of these that no other rank has, which data sharding leaves alone.
+        """Return the fraction of `blocks_held` that is on this rank only, which data sharding does not shard.
 
         Not under autocast: it casts gathered weights.
         """
@@ -324,15 +324,15 @@ class Environment:
 
     @property
     def shared_row_sizes(self) -> list[int]:
-        """Return how many ranks of a host a search lets share rows: none unless needed."""
+        """Return the number of a host's ranks that may share rows in a search: none unless needed."""
         each = self.ranks // self.device.hosts
         needed = self.scarce or self.rows % self.data_ranks > 0
         return [n for n in range(2, each + 1) if each % n == 0] if needed else []
 
     def over_hosts(self, *axes: str) -> tuple[int, float]:
-        """Return how many hosts a group of ranks along these axes spans, and how much enters each host.
+        """Return the number of hosts that a group of ranks along these axes spans, and the traffic into each host.
 
-        A multiple of the ranks of one group.
+        The traffic is that of all groups with ranks in the host, as a multiple of one group's data.
         """
         if self.device.hosts == 1:
             return 1, 0.0
@@ -355,7 +355,7 @@ class Environment:
 
     @property
     def filled(self) -> float:
-        """Return the fraction of a step's rows that is run: for packed sampled answers, the filled ones."""
+        """Return the fraction of a step's rows that is computed: for packed sampled answers, the filled ones."""
         if self.rollout is None or not {Part.BATCH_LAYOUT, Part.PACKED_ROWS} <= self.claimed:
             return 1.0
         return min(1.0, self.rollout.mean / self.seq)
@@ -363,7 +363,7 @@ class Environment:
     @property
     def span(self) -> float:
         """Return the attended tokens per row with document separation: T, or fewer with packed rows."""
-        fixed = Part.ROW_WIDTH not in self.claimed or Part.COMPILED in self.claimed  # no row is as wide as its document
+        fixed = Part.ROW_WIDTH not in self.claimed or Part.COMPILED in self.claimed  # all rows have T slots
         packed = {Part.BATCH_LAYOUT, Part.PACKED_ROWS} <= self.claimed and fixed
         return self.seq * (self.reach if packed else 1.0)
 
@@ -371,18 +371,18 @@ class Environment:
 @cache  # shared by all sets of a search
 def _over_hosts(mesh: tuple[tuple[str, int], ...], each: int, axes: tuple[str, ...]) -> tuple[int, float]:
     stride, group = 1, [0]
-    for axis, n in reversed(mesh):  # the innermost axis is of neighbouring ranks
+    for axis, n in reversed(mesh):  # the innermost axis has neighboring ranks
         if axis in axes:
             group = [rank + place * stride for place in range(n) for rank in group]
         stride *= n
     hosts = len({rank // each for rank in group})
-    groups = each * hosts / len(group)  # that have ranks in one host
+    groups = each * hosts / len(group)  # groups with ranks in one host
     return hosts, (hosts - 1) / hosts * groups
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """Hold a condition, the fact found and the fix. If `met` is False, nothing is run and nothing written."""
+    """A condition, the fact found and the fix. If `met` is False, nothing is run and nothing written."""
 
     met: bool
     asked: str
@@ -392,7 +392,7 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Edit:
-    """The number of changes by one technique in one stage."""
+    """The number of changes made by one technique in one stage."""
 
     stage: str
     technique: str
@@ -412,7 +412,7 @@ class Edit:
 
 
 class Technique:
-    """Base of every technique. Subclasses are frozen dataclasses; a stage returns how many things it changed."""
+    """Base of every technique. Subclasses are frozen dataclasses; a stage returns its number of changes."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
@@ -435,7 +435,7 @@ class Technique:
             cls.proof = f"tests/techniques/test_{cls.__module__.rpartition('.')[2]}.py"
 
     def axes(self) -> Mapping[str, int]:
-        """Return the ranks of each axis of the mesh that these options add; "dp" has the ranks that are left."""
+        """Return the ranks of each mesh axis that these options add; "dp" has the remaining ranks."""
         return {}
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
@@ -463,7 +463,7 @@ class Technique:
             yield from optimizer_rules(spec, early=Part.UPDATE in env.claimed)
 
     def compile_s(self, env: Environment) -> float:
-        """Return the seconds of compilation that it adds to a first start; later starts use the cache."""
+        """Return its compile time in a first start, in seconds; later starts use the cache."""
         return 0.0
 
     def quality(self, env: Environment) -> str:
@@ -475,16 +475,16 @@ class Technique:
         yield from ()
 
     def packages(self) -> tuple[tuple[str, str], ...]:
-        """Return (distribution, extra of optrush that installs it) of each package that these options call."""
+        """Return (distribution, extra of optrush that installs it) for each package that these options use."""
         return ()
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        """Yield options that a search should try on this device: the defaults, unless others may win."""
+        """Yield options that a search should try on this device: the defaults, unless others can be faster."""
         if cls.searched or (cls.last_resort and env.scarce):
             yield {}
 
-    # The stages: each returns how many things it changed.
+    # The stages: each returns its number of changes.
 
     def process(self, env: Environment) -> int:
         return 0
@@ -497,7 +497,7 @@ class Technique:
 
     data = model = peft = split = loss = recompute = compile = shard = optimizer = wrap_step = wrap_window = _unchanged
 
-    # Helpers of several techniques' stages.
+    # Helpers for the stages of several techniques.
 
     def demand_triton(self, device: Device, asked: str = "") -> None:
         """Raise NeedsError if this machine cannot build our Triton kernels for a CUDA device; a CPU needs none."""
@@ -540,7 +540,7 @@ def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
                 types = get_type_hints(cls)
                 todo = "known: " + ", ".join(name + _values(types[name]) for name in sorted(fields))
             raise ConfigError(f"`{cls.name}: {option}`", "no such option", todo)
-    options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}  # as YAML has them
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}  # YAML has lists
     for option, value in options.items():
         try:
             _validator(cls, option).validate_python(value, strict=True)  # type: ignore[arg-type]
@@ -565,7 +565,7 @@ def _validator(cls: type[Technique], option: str) -> TypeAdapter[Any]:
 
 
 def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[type[Technique]] = ()) -> Environment:
-    """Return the environment with its owners and model, after claims, wants and needs were checked.
+    """Check claims, wants and needs; return the environment with its owners and model.
 
     Args:
         classes: techniques to suggest.
@@ -642,12 +642,12 @@ def mesh_axes(techniques: Sequence[Technique], ranks: int) -> dict[str, int]:
 
 
 def mesh_text(axes: Mapping[str, int]) -> str:
-    """Return axes as in `tp 2 x rep 2`."""
+    """Format axes, such as `tp 2 x rep 2`."""
     return " x ".join(f"{axis} {n}" for axis, n in axes.items())
 
 
 def unmet(techniques: Sequence[Technique], env: Environment) -> Iterator[Requirement]:
-    """Return the requirements of techniques that are not met, in their order."""
+    """Return the unmet requirements of techniques, in order."""
     return (need for t in techniques for need in t.needs(env) if not need.met)
 
 
@@ -664,14 +664,14 @@ def in_order(techniques: Sequence[Technique]) -> list[Technique]:
 
 
 def rows_of_batch(config: Config, ranks: int, each: int = 1) -> tuple[int, int]:
-    """(rows of a step over all ranks, rows of one micro-batch; of `auto` the least, 1), or what does not divide.
+    """Return (rows per step over all ranks, rows per micro-batch; for `auto` the least, 1).
 
     Args:
-        ranks: with separate rows.
-        each: ranks that share the rows of one of them.
+        ranks: ranks with separate rows.
+        each: ranks that share one rank's rows.
 
     Raises:
-        ConfigError: micro_tokens is no multiple of T, or tokens none of micro_tokens x ranks.
+        ConfigError: micro_tokens is not a multiple of T, or tokens not one of micro_tokens x ranks.
     """
     b = config.batch
     micro = b.micro_tokens if isinstance(b.micro_tokens, int) else b.seq
@@ -692,7 +692,7 @@ def rows_of_batch(config: Config, ranks: int, each: int = 1) -> tuple[int, int]:
 
 
 def library(name: str) -> str | None:
-    """Version of an installed distribution, or None; does not import it."""
+    """Return the version of an installed distribution, or None, without importing it."""
     return _version(name, metadata.version)
 
 
@@ -705,7 +705,7 @@ def _version(name: str, read: Callable[[str], str]) -> str | None:
 
 
 def missing(technique: Technique) -> Iterator[Requirement]:
-    """Yield packages that a technique calls and that are not installed. Not in `needs`: plans are for any machine."""
+    """Yield packages that a technique uses and that are not installed. Not in `needs`: plans are for any machine."""
     for distribution, extra in technique.packages():
         if library(distribution) is None:
             found, do = f"the package {distribution} is not installed", f"python -m pip install 'optrush[{extra}]'"
@@ -717,15 +717,15 @@ def missing(technique: Technique) -> Iterator[Requirement]:
 
 COMPILERS = ("g++", "clang++", "c++")
 CC = ("gcc", "clang", "cc")
-TRITON = (7, 0)  # the least capability that torch compiles for
+TRITON = (7, 0)  # the lowest capability that torch compiles for
 
 
 def package_digest() -> str:
     """Return a digest of all files of this package, 16 hexadecimal digits."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(Path(optrush.__file__).parent.rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def compilers(device: Device) -> Iterator[Requirement]:
@@ -739,7 +739,7 @@ def compilers(device: Device) -> Iterator[Requirement]:
         c = installed(os.environ.get("CC"), *CC)
         yield Requirement(c is not None, f"{asked} needs a C compiler", f"none of {', '.join(CC)}", "install gcc")
         return
-    wanted = os.environ.get("CXX", COMPILERS[0])  # torch calls only this one
+    wanted = os.environ.get("CXX", COMPILERS[0])  # torch uses only this one
     other = installed(*COMPILERS)
     do = f"export CXX={other}" if other else "install g++ (Debian and Ubuntu: apt-get install g++)"
     yield Requirement(installed(wanted) is not None, f"{asked} needs a C++ compiler", f"no {wanted} on the PATH", do)

@@ -1,8 +1,8 @@
-"""Copy a tokenizer's files next to trained weights, byte for byte but for added tokens and the run's chat template.
+"""Copy a tokenizer's files next to trained weights, unchanged except for added tokens and the run's chat template.
 
-Readers differ in the files that they read: transformers 5 tokenizer.json, its earlier versions and llama.cpp's
-converter also tokenizer.model, vocab.json, merges.txt and added_tokens.json. A tokenizer that transformers 5 writes
-back has only the first; therefore the files are copied, and edited as JSON where training changed an entry.
+Programs read different files: transformers 5 tokenizer.json, its earlier versions and llama.cpp's converter also
+tokenizer.model, vocab.json, merges.txt and added_tokens.json. transformers 5 writes only the first; therefore the files
+are copied, and edited as JSON if training changed an entry.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ PATTERNS = (
     ENGINE, SETTINGS, SPECIAL, ADDED, "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.model.v*", "*.tiktoken",
     "tekken.json", TEMPLATE, *OTHER_TEMPLATES,
 )  # fmt: skip
-PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")  # of images
-WAYS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token, besides its text
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")  # for images
+WAYS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # fields of an added token besides its text
 
-# Limits of a tokenizer; published ones have files of 40 MiB, 300,000 tokens, and parts that keep a text's length.
+# Limits of a tokenizer; published ones have files of 40 MiB, 300,000 tokens, and parts that preserve a text's length.
 MOST_FILE_bytes, MOST_ID, MOST_GROWTH, MOST_ITEMS = 128 << 20, (1 << 22) - 1, 64, 1000
 MOST_TEXT_chars = {"prepend": 1000, "precompiled_charsmap": 4 << 20, "": 1 << 14}  # by key
-LIGHT_bytes, LIGHT_PARTS = 48 << 20, 4  # up to these, checks of the sizes suffice: no process reads it first
-READER_bytes, READER_s = 1 << 30, 20  # that process's memory, with 40 times its files', and processor time
+LIGHT_bytes, LIGHT_PARTS = 48 << 20, 4  # up to these, checks of sizes suffice without a trial process
+READER_bytes, READER_s = 1 << 30, 20  # the trial process's memory, plus 40 times its files', and processor time
 PROBE = "".join(map(chr, [*range(32, 127), *range(160, 256), *range(0x4E00, 0x4E10)])) + "a" * 1000 + " \n" * 50
 
-Entry = dict[str, Any]  # an added token, as tokenizer_config.json has it
+Entry = dict[str, Any]  # an added token in the format of tokenizer_config.json
 
 
 def tokenizer_files(folder: Path) -> list[str]:
@@ -50,10 +50,10 @@ def check_sizes(folder: Path) -> bool:
     """Check ids and lengths in a folder's tokenizer files before a library allocates memory by them.
 
     Returns:
-        Whether its sizes alone do not prove it small: `try_reading` does.
+        Whether the sizes are too large to trust, so that `try_reading` is needed.
 
     Raises:
-        ValueError: a size beyond every published tokenizer's, or no JSON.
+        ValueError: a size beyond every published tokenizer's, or invalid JSON.
     """
     sizes = {name: (folder / name).stat().st_size for name in tokenizer_files(folder)}
     for name, size in sizes.items():
@@ -95,11 +95,11 @@ def _check_entries(folder: Path) -> bool:
 
 
 def try_reading(folder: Path, _: object = None) -> str:
-    """Return which limit a tokenizer exceeds, or ""; call it in a separate process, which dies at its limits."""
+    """Return the limit that a tokenizer exceeds, or ""; call it in a separate process, which dies at its limits."""
     from tokenizers import Tokenizer
 
     most_bytes = READER_bytes + 40 * sum((folder / name).stat().st_size for name in tokenizer_files(folder))
-    most_bytes += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # what it began with
+    most_bytes += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # its initial size
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # output of a library's abort
     for limit, most in ((resource.RLIMIT_AS, most_bytes), (resource.RLIMIT_CPU, READER_s), (resource.RLIMIT_CORE, 0)):
@@ -115,7 +115,7 @@ def try_reading(folder: Path, _: object = None) -> str:
         raise
     except ValueError as error:
         return f"{error}"
-    except Exception:  # no such file, or one that the library refuses: so it is when it is opened
+    except Exception:  # missing or rejected by the library: opening it raises again
         return ""
     return f"it makes {made:,} tokens of {len(PROBE):,} characters" if made > MOST_GROWTH * len(PROBE) else ""
 
@@ -157,19 +157,19 @@ def copy_tokenizer(
 def _entries(target: Path, tokenizer: Any, added: Sequence[str]) -> dict[int, Entry]:
     """Return the tokens to write by id: the run's, and those that transformers adds on loading.
 
-    The latter have ids before the run's (Gemma's mask, Qwen's end of text). Readers number tokens in turn: with a gap
-    in the list, the run's tokens would get other ids.
+    The latter have ids before the run's (Gemma's mask, Qwen's end of text). Readers number tokens consecutively: with a
+    gap in the list, the run's tokens would get other ids.
     """
     engine, settings = read_object(target / ENGINE), read_object(target / SETTINGS)
     words = (engine.get("model") or {}).get("vocab") or ()
     known = {*words} if isinstance(words, dict) else {word for word, _ in words}
     known |= {token["content"] for token in engine.get("added_tokens") or ()} | read_object(target / ADDED).keys()
     known |= {token["content"] for token in (settings.get("added_tokens_decoder") or {}).values()}
-    found: dict[int, Entry] = {}
+    entries: dict[int, Entry] = {}
     for i, token in tokenizer.added_tokens_decoder.items():
         if str(token) in added or (engine and str(token) not in known):
-            found[i] = {"content": str(token), **{way: getattr(token, way) for way in WAYS}}
-    return found
+            entries[i] = {"content": str(token), **{way: getattr(token, way) for way in WAYS}}
+    return entries
 
 
 def _add(target: Path, names: Sequence[str], entries: Mapping[int, Entry]) -> None:
@@ -182,7 +182,7 @@ def _add(target: Path, names: Sequence[str], entries: Mapping[int, Entry]) -> No
     if "added_tokens_decoder" in settings:
         decoder = {**settings["added_tokens_decoder"], **{str(i): entry for i, entry in entries.items()}}
         _write(target / SETTINGS, settings, {**settings, "added_tokens_decoder": decoder})
-    # llama.cpp's converter reads tokenizer.model, and the tokens after it from the decoder above or from this list.
+    # llama.cpp's converter reads tokenizer.model, and later tokens from the decoder above or from this list.
     if ADDED in names or ("added_tokens_decoder" not in settings and any(name.endswith(".model") for name in names)):
         ids = read_object(target / ADDED)
         _write(target / ADDED, ids, {**ids, **{entry["content"]: i for i, entry in entries.items()}})
@@ -196,11 +196,11 @@ def _add(target: Path, names: Sequence[str], entries: Mapping[int, Entry]) -> No
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return a file's JSON object; empty if it is missing or not an object."""
-    found = parse_json(read_file(path)) if path.is_file() else None
-    return found if isinstance(found, dict) else {}
+    value = parse_json(read_file(path)) if path.is_file() else None
+    return value if isinstance(value, dict) else {}
 
 
 def _write(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Write a JSON object if it differs from the one that was read."""
+    """Write a JSON object if it differs from the one read."""
     if new != old:
         path.write_text(json.dumps(new, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

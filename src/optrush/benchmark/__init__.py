@@ -1,1 +1,1 @@
-"""The ladder: each optimisation measured separately, in a fresh process, against the rung before it."""
+"""The ladder: each optimization measured separately, in a fresh process, against the rung before it."""

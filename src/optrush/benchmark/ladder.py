@@ -26,11 +26,11 @@ YAML or a shipped name -> `find_ladder` -> Ladder (entries as written) -> `resol
         without: [amp]
         set: {model.implementation: native}
       - name: two GPUs
-        ranks: 2                       # processes of the rung, and of those after it; default 1
+        ranks: 2                       # processes of this and later rungs; default 1
         with: {ddp: {}}
       - name: two GPUs without NVLink
-        env: {NCCL_P2P_DISABLE: "1"}   # variables of NCCL, for this rung alone
-      - name: the other system         # on the load of the rung it is compared with
+        env: {NCCL_P2P_DISABLE: "1"}   # variables of NCCL, only for this rung
+      - name: the other system         # with the load of its reference rung
         from: native decoder
         peer: {trainer: {checkpointing: true}}
 """
@@ -69,13 +69,13 @@ from optrush.technique import Part, Technique, instantiate
 from optrush.techniques import ALL
 
 OWN = "config"  # the ladder of CONFIG's own techniques
-SIZED = "micro-batch"  # its rung with the micro-batch that was decided
+SIZED = "micro-batch"  # its rung with the decided micro-batch
 FOLDER = Path(__file__).parent / "ladders"
 WITHOUT = "without "
 LOAD_KEYS = ("batch.seq", "batch.tokens", "batch.micro_tokens")
-# Where whole runs are compared a rung may change these, too, with `optim.*` and the keys of the objective.
+# Rungs of whole runs can also change these, `optim.*` and the keys of the objective.
 QUALITY_KEYS = ("train.epochs", "data.too_long", "data.split_turns")
-# Keys that a rung may change. Other changes would change the training, so that no proof would be possible.
+# Keys that a rung can change. Other changes would change the training and make a proof impossible.
 # A rung of another shape is compared only with the first rung of its shape.
 RUNG_KEYS = (*LOAD_KEYS, "model.implementation", "model.dtype", "model.shape")
 OPTIM_KEYS = tuple(f"optim.{name}" for name in Optim.model_fields)
@@ -111,12 +111,12 @@ Case = Annotated[str, Field(max_length=60), AfterValidator(_case)]
 
 
 class LadderEntry(StrictModel):
-    """A rung as written: its changes to the rung that it comes from."""
+    """A rung as written: its changes to its `from` rung."""
 
     name: Annotated[str, Field(min_length=1, max_length=60), AfterValidator(_printable)]
     from_: str | None = Field(default=None, alias="from")
     with_: dict[str, Options | None] = Field(default_factory=dict, alias="with")
-    without: list[str] = Field(default_factory=list)  # of the techniques so far; with `keep` they may be absent
+    without: list[str] = Field(default_factory=list)  # techniques to remove; with `keep` they may be absent
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
     ranks: Annotated[int, Field(ge=1)] | None = None
     env: dict[Annotated[str, AfterValidator(_nccl)], str] = Field(default_factory=dict)
@@ -128,20 +128,20 @@ class Base(StrictModel):
     """The changes to CONFIG before the first rung."""
 
     keep: bool = False
-    without: list[str] = Field(default_factory=list)  # of the techniques that `keep` keeps, if CONFIG has them
+    without: list[str] = Field(default_factory=list)  # techniques of CONFIG to remove under `keep`, if it has them
     with_: dict[str, Options | None] = Field(default_factory=dict, alias="with")
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
 
 
 class Proof(StrictModel):
-    """How rungs are proved to learn the same: training steps on the first documents of the baseline."""
+    """Settings of the proof that rungs learn the same: training steps on the first documents of the baseline."""
 
     steps: Annotated[int, Field(ge=2)] = 5  # a single step would show no update
     documents: Annotated[int, Field(ge=1)] = 4
 
 
 class Longest(StrictModel):
-    """Rows to try: from, to, and the ratio of the shortest that failed to the longest that trained."""
+    """Row lengths to try: from, to, and the final ratio of the shortest failed to the longest trained one."""
 
     from_: Annotated[int, Field(ge=2, alias="from")]
     to: Annotated[int, Field(ge=2)]
@@ -152,12 +152,12 @@ class Quality(StrictModel):
     """Train each rung to its end with these seeds; score its answers to the first held-out chats."""
 
     seeds: Annotated[int, Field(ge=1)] = 3
-    score: Literal["number"] | None = None  # the last number of an answer is that of the reference answer
+    score: Literal["number"] | None = None  # compares the last numbers of answer and reference
     samples: Annotated[int, Field(ge=1)] = 200
 
 
 class Ladder(StrictModel):
-    """A parsed ladder file. `name`, `where` and `lines` are its origin, for messages."""
+    """A parsed ladder file. `name`, `where` and `lines` give its origin in messages."""
 
     title: str
     repeats: Annotated[int, Field(ge=1)] = 3
@@ -182,7 +182,7 @@ class Ladder(StrictModel):
 
     @property
     def times(self) -> int:
-        """Return the number of processes of a rung: repeats, or seeds of whole runs."""
+        """Return the number of processes per rung: repeats, or seeds of whole runs."""
         return self.repeats if self.quality is None else self.quality.seeds
 
     @cached_property
@@ -218,7 +218,7 @@ def parse_ladder(text: str, where: str, name: str) -> Ladder:
 
 
 def _check_quality(ladder: Ladder) -> None:
-    """Raise ConfigError for keys that a ladder of whole runs does not have."""
+    """Raise ConfigError for keys that are invalid in a ladder of whole runs."""
     dos = {"repeats": "write `quality: {seeds: N}`", "steps": "set `train.steps` in CONFIG or under `base.set`"}
     for key in ("repeats", "steps", "warmup", "proof", "longest", "all_but_one"):
         if key in ladder.model_fields_set:
@@ -241,7 +241,7 @@ def _check_lengths(ladder: Ladder) -> None:
             raise ConfigError(place, f"`{lengths[0]}` is set too", "remove it: one row of each length is tried")
     for key in ladder.base.set_:
         decided = LADDER_KEYS if ladder.quality is None else ("with", "output")
-        if any(key == own or key.startswith(f"{own}.") for own in decided):
+        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in decided):
             place = f"{ladder.at('base', 'set', key)}: `{key}`"
             raise ConfigError(place, "the ladder decides it", "remove it; techniques go under `with:`")
 
@@ -280,7 +280,7 @@ def _check_rungs(ladder: Ladder) -> None:
 
 
 def shipped() -> list[str]:
-    """Return the names of the ladders that are part of the package."""
+    """Return the names of the package's ladders."""
     return [OWN, *sorted(path.stem for path in FOLDER.glob("*.yaml"))]
 
 
@@ -305,10 +305,10 @@ def find_ladder(name: str, config: Config) -> Ladder:
 
 
 def _own(config: Config) -> Ladder:
-    """Return the ladder of the run's techniques, one by one in the order of `techniques.ALL`, then of its micro-batch.
+    """Return the ladder of the run's techniques, one by one in the order of `techniques.ALL`, then its micro-batch.
 
-    What CONFIG leaves open is decided. A micro-batch that it leaves open is the last rung, since the first ones may not
-    have the memory for it; they have one row.
+    Open questions of CONFIG are decided. A decided micro-batch is the last rung, because the first rungs may lack the
+    memory for it; they have one row.
     """
     known = [c.name for c in ALL]
     if unknown := [n for n in config.with_ if n not in known]:
@@ -319,7 +319,7 @@ def _own(config: Config) -> Ladder:
         decided = decide(config).config
     except UserError:
         if config.unplanned:
-            raise  # else a rung is refused, with the reason
+            raise  # else the rung is rejected, with the reason
     choosers = {c.name for c in ALL if Part.MICRO_BATCH in c.claims} - config.with_.keys()
     entries = [LadderEntry(name="baseline")]
     for name in (n for n in known if n in decided.with_ and n not in choosers):
@@ -338,7 +338,7 @@ def _own(config: Config) -> Ladder:
 
 @dataclass(frozen=True)
 class Rung:
-    """One resolved configuration, and the rung that it is compared with."""
+    """One resolved configuration, and its reference rung."""
 
     name: str
     mode: Literal["cumulative", "without"]
@@ -348,15 +348,15 @@ class Rung:
     case: str
     ranks: int = 1
     env: dict[str, str] = field(default_factory=dict)  # variables of its processes
-    peer: Peer | None = None  # the system that trains the run instead of ours
+    peer: Peer | None = None  # another system that trains the run
 
 
 def resolve_rungs(
     ladder: Ladder, config: Config, cumulative_only: bool, classes: Sequence[type[Technique]] = ALL
 ) -> list[Rung]:
-    """Resolve the runs: first the entries in their order, then the last one without each of its techniques.
+    """Resolve the runs: first the entries in order, then the last one without each of its techniques.
 
-    A rung starts from the previous one; in a ladder of whole runs from the first.
+    A rung starts from the previous one, or in a ladder of whole runs from the first.
 
     Raises:
         ConfigError: an unknown key, technique or system, or a value of the wrong type, with file and line.
@@ -367,7 +367,7 @@ def resolve_rungs(
     kept = with_method(config).with_
     given = {k: v for k, v in kept.items() if ladder.base.keep and k not in ladder.base.without}
     length: dict[str, Any] = {"train": Training(steps=ladder.warmup + ladder.steps, log_every=1), "data.eval": None}
-    if ladder.quality is not None:  # CONFIG's own length; no checkpoint, and each run to its end
+    if ladder.quality is not None:  # CONFIG's own length, without checkpoints
         exports = ladder.quality.score is not None
         length = {"train.save_every": None, "train.stop_after": None, "train.export": exports, "tracker": None}
     elif not config.batch.micro_tokens:
@@ -378,21 +378,21 @@ def resolve_rungs(
         sizes = dict.fromkeys(LOAD_KEYS, ladder.longest.from_)
         start = _apply(ladder, start, Base(set=sizes), ("longest",), classes)
     resolved: dict[str, Rung] = {}
-    last: Rung | None = None  # of our own
+    last: Rung | None = None  # without other systems
     for i, entry in enumerate(ladder.rungs):
         since = entry.from_ or (last.name if last else None)
         if ladder.quality is not None and entry.from_ is None and i:
             since = ladder.rungs[0].name
         before = resolved[since].config if since else start
-        own = _apply(ladder, before, entry, ("rungs", i), classes)
+        run = _apply(ladder, before, entry, ("rungs", i), classes)
         peer = _peer(ladder, entry, i)
         ranks = entry.ranks or (resolved[since].ranks if since else 1)
-        changes = changes_since(resolved[since], own, ranks, entry.env, peer) if since else "the baseline"
+        changes = changes_since(resolved[since], run, ranks, entry.env, peer) if since else "the baseline"
         if peer is not None:
-            own = changed(own, {"with": {}})
+            run = changed(run, {"with": {}})
         name = entry.case or ladder.case
-        case = case_of(own) if name is None else name.format(size=model_size(own), seq=own.batch.seq)
-        resolved[entry.name] = Rung(entry.name, "cumulative", since, own, changes, case, ranks, entry.env, peer)
+        case = case_of(run) if name is None else name.format(size=model_size(run), seq=run.batch.seq)
+        resolved[entry.name] = Rung(entry.name, "cumulative", since, run, changes, case, ranks, entry.env, peer)
         last = last if peer is not None else resolved[entry.name]
     assert last is not None, "the first rung is our own"
     if ladder.all_but_one and ladder.quality is None and not cumulative_only:
@@ -407,7 +407,7 @@ def resolve_rungs(
 
 
 def changes_since(before: Rung, config: Config, ranks: int, env: Mapping[str, str], peer: Peer | None = None) -> str:
-    """Describe a rung's changes to another one: ranks, variables, techniques and sizes, or another system."""
+    """Describe a rung's changes from another rung: ranks, variables, techniques and sizes, or another system."""
     texts = [] if ranks == before.ranks else [f"{before.ranks} -> {ranks} ranks"]
     texts += [f"{name}={value}" for name, value in env.items()]
     if (changed := differences(before.config, config)) != "nothing":
@@ -473,19 +473,19 @@ def differences(before: Config, after: Config) -> str:
                 if old[name].get(k) != options.get(k)
             ]
             texts.append(f"{name}: {', '.join(pairs)}")
-    one, other = flat_values(before), flat_values(after)
-    texts += [f"{k} {one.get(k)} -> {other.get(k)}" for k in _changed(one, other)]
+    first, second = flat_values(before), flat_values(after)
+    texts += [f"{k} {first.get(k)} -> {second.get(k)}" for k in _changed(first, second)]
     return ", ".join(texts) or "nothing"
 
 
 def only_load(before: Config, after: Config) -> bool:
-    """Return whether two configurations differ in T and in sizes of batches, and in nothing else."""
+    """Return whether two configurations differ only in T and batch sizes."""
     changed = _changed(flat_values(before), flat_values(after))
     return before.with_ == after.with_ and bool(changed) and set(changed) <= set(LOAD_KEYS)
 
 
-def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    return [k for k in {**one, **other} if one.get(k) != other.get(k)]
+def _changed(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    return [k for k in {**first, **second} if first.get(k) != second.get(k)]
 
 
 def flat_values(config: Config) -> dict[str, Any]:
@@ -508,7 +508,7 @@ def case_of(config: Config) -> str:
 
 
 def model_size(config: Config) -> str:
-    """Return the model's name in a case: 1b of llama-3.2-1b, else the whole name."""
+    """Return the model's name in a case: 1b for llama-3.2-1b, else the whole name."""
     name = config.model.shape or Path(config.model.path or "").name
     match = re.search(r"(?<![a-z\d.])\d+(\.\d+)?[bm](?![a-z\d])", name.lower())
     return match[0] if match else name

@@ -1,8 +1,8 @@
 """Define the interface of another training system on a ladder, and find the packages that provide such systems. Pure.
 
-A rung with `peer:` is trained by another system on the same load as the rung it is compared with, in a separate
-own. The systems are not part of this package: a provider registers a tuple of Peer classes under the entry point
-`optrush.peers`; in a checkout, benchmarks/peers is used without being installed.
+A rung with `peer:` is trained by another system on the load of its reference rung, in a separate process. The systems
+are not part of this package: a provider registers a tuple of Peer classes under the entry point `optrush.peers`; in a
+checkout, benchmarks/peers is used without being installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from optrush.technique import Requirement
 
 GROUP = "optrush.peers"
 CHECKOUT = Path(optrush.__file__).parents[2] / "benchmarks"
-RARE_SHARE = 1e-3  # a dtype of fewer of the values is not counted as a precision (`training_facts`)
+RARE_SHARE = 1e-3  # a dtype with a smaller share of the values is not counted as a precision (`training_facts`)
 UNCOMPARED = "not compared"
 
 
@@ -35,13 +35,13 @@ class Peer(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     name: ClassVar[str]
-    # Module whose `main` trains one rung: `python -m WORKER REQUEST.json RESULT.json`, with a result as worker.py's.
+    # Module whose `main` trains one rung: `python -m WORKER REQUEST.json RESULT.json`, with the result of worker.py.
     worker: ClassVar[str]
-    begins_alike: ClassVar[bool] = True  # from our initial weights; otherwise its losses are not compared with ours
+    begins_alike: ClassVar[bool] = True  # with our initial weights; otherwise its losses are not compared with ours
 
     @property
     def title(self) -> str:
-        """The name and the options, for reports."""
+        """Format the name and the options, for reports."""
         raise AssertionError("each system defines it")
 
     def needs(self, config: Config, device: Device) -> Iterator[Requirement]:
@@ -49,7 +49,7 @@ class Peer(BaseModel):
         raise AssertionError("each system defines it")
 
     def needs_ranks(self, config: Config, ranks: int) -> Iterator[Requirement]:
-        """Yield the requirements for several processes, which connect like torchrun's."""
+        """Yield the requirements for several processes that connect like torchrun's."""
         asked, found = f"the system `{self.name}`", f"a rung of {ranks} ranks"
         yield Requirement(ranks == 1, f"{asked} trains on one GPU", found, "set `ranks: 1` in the rung")
 
@@ -70,7 +70,7 @@ def find_peers(near: Path) -> dict[str, type[Peer]]:
     for entry in entry_points(group=GROUP):
         try:
             provided.append(entry.load())
-        except (Exception, SystemExit) as error:  # any: it is not our code
+        except (Exception, SystemExit) as error:  # foreign code can raise anything
             found = f"{type(error).__name__}: {one_line(str(error))}"
             do = "uninstall that package, or report it to its authors"
             raise ConfigError(f"the systems `{entry.value}` of the entry point {GROUP}", found, do) from None
@@ -85,7 +85,7 @@ def build_peer(name: str, options: Mapping[str, Any], known: Mapping[str, type[P
     """Build a system from its options.
 
     Raises:
-        ConfigError: no such system or option, or a value of the wrong type.
+        ConfigError: an unknown system or option, or a value of the wrong type.
     """
     if not known:
         missing = f"no package with the entry point `{GROUP}`, and no folder {CHECKOUT / 'peers'}"
@@ -106,13 +106,13 @@ def build_peer(name: str, options: Mapping[str, Any], known: Mapping[str, type[P
 
 
 def worker_path(peer: Peer) -> str:
-    """Return the folder from which the worker's module is imported, for PYTHONPATH: a checkout does not install it."""
+    """Return the folder of the worker's module for PYTHONPATH: a checkout does not install it."""
     package = sys.modules[type(peer).__module__.partition(".")[0]]
     return str(Path(str(package.__file__)).parents[1])
 
 
 def training_facts(count: int, weights: Iterable[Any], states: Iterable[Any]) -> dict[str, str]:
-    """Return the facts that two systems must share, as text; and under UNCOMPARED the dtypes of very few values.
+    """Return the facts that two systems must share, as text; under UNCOMPARED the dtypes of very few values.
 
     Args:
         count: number of trained values.

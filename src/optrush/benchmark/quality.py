@@ -1,15 +1,15 @@
 """Compare the training results of rungs: train each to its end with several seeds, and compare held-out losses.
 
-In the parent: `check_quality`, then a process for each rung and seed (runner.py) -> QualityState -> QualityRecords.
-In the process, `python -m optrush.benchmark.quality IN OUT`: `train_run` trains as `optrush train` does; `score_run`,
-in a separate process, generates answers with the trained model.
+Parent: `check_quality`, then a process for each rung and seed (runner.py) -> QualityState -> QualityRecords.
+Process, `python -m optrush.benchmark.quality IN OUT`: `train_run` trains like `optrush train`; `score_run`, in a
+separate process, generates answers with the trained model.
 
 Comparing two rungs: runs of one seed have the same order of rows and the same held-out rows, so a seed's effect
-on all rungs (the mean over rungs) is subtracted first. The remaining variance is pooled over the rungs: three seeds
-would hardly determine it. A rung with more than `UNSTEADY` times the median variance keeps its own, and does not
-widen the others'. The spread of a difference of two means is its standard error, sqrt((variance of one +
-variance of the other) / seeds); the margin is the spread times Student's t at 95 %. A difference within the margin is
-`equal`. Source: randomized blocks, Fisher, The Design of Experiments, 1935.
+on all rungs (the mean over rungs) is subtracted first. The remaining variance is pooled over the rungs, because three
+seeds hardly determine it. A rung with more than `UNSTEADY` times the median variance keeps its own, and does not widen
+the others'. The spread of a difference of two means is its standard error, sqrt((sum of both variances) / seeds); the
+margin is the spread times Student's t at 95 %. A difference within the margin is `equal`. Source: randomized blocks,
+Fisher, The Design of Experiments, 1935.
 """
 
 from __future__ import annotations
@@ -40,48 +40,48 @@ if TYPE_CHECKING:
     from optrush.generation import Prompt
 
 UNSTEADY = 10.0  # times the median variance of the rungs
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # of 1 to 10 degrees of freedom
-BATCHES = (64, 8, 1)  # prompts at once; the next if memory runs out
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # for 1 to 10 degrees of freedom
+BATCHES = (64, 8, 1)  # prompts per batch; the next size if memory runs out
 
 # --- the statistics
 
 
 def student(freedom: int) -> float:
-    """Return the two-sided 95 % quantile of Student's t, beyond 10 degrees of freedom by its series."""
+    """Return the two-sided 95 % quantile of Student's t; above 10 degrees of freedom by its series."""
     return T95[freedom - 1] if freedom <= len(T95) else 1.96 + 2.372 / freedom + 2.823 / freedom**2
 
 
 def variances(values: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, int]]:
-    """Return each rung's variance over seeds and its degrees of freedom, pooled as the module's docstring describes.
+    """Return each rung's variance over seeds and its degrees of freedom, pooled as in the module's docstring.
 
     Args:
-        values: by rung a figure a seed; two rungs and two seeds or more, the same seeds in each.
+        values: by rung, one figure per seed; at least two rungs and two seeds, the same seeds in each.
     """
     table = np.array(list(values.values()), dtype=float)
     distances, freedom = table - table.mean(1, keepdims=True), table.shape[1] - 1
-    own, steady = np.zeros(0), np.ones(len(table), dtype=bool)
+    each, steady = np.zeros(0), np.ones(len(table), dtype=bool)
     for _ in range(2):  # a seed's effect is the mean over the steady rungs, known after the first pass
-        own = ((distances - distances[steady].mean(0)) ** 2).sum(1) / freedom
-        steady = own <= UNSTEADY * np.median(own) if steady.all() else steady
+        each = ((distances - distances[steady].mean(0)) ** 2).sum(1) / freedom
+        steady = each <= UNSTEADY * np.median(each) if steady.all() else steady
     others = int(steady.sum()) - 1
-    pooled = float(own[steady].sum()) / others, others * freedom
-    found = zip(values, own, steady, strict=True)
-    return {name: pooled if is_steady else (float(v), freedom) for name, v, is_steady in found}
+    pooled = float(each[steady].sum()) / others, others * freedom
+    rows = zip(values, each, steady, strict=True)
+    return {name: pooled if is_steady else (float(v), freedom) for name, v, is_steady in rows}
 
 
 def compare(values: Mapping[str, Sequence[float]], rung: str, since: str) -> tuple[float, float | None, float | None]:
-    """Return the difference of two rungs' means, its spread and its margin; None: one seed has neither."""
-    one, other = values[rung], values[since]
-    difference = statistics.fmean(one) - statistics.fmean(other)
-    if len(one) < 2:
+    """Return the difference of two rungs' means, its spread and its margin; None with one seed."""
+    rung_values, base = values[rung], values[since]
+    difference = statistics.fmean(rung_values) - statistics.fmean(base)
+    if len(rung_values) < 2:
         return difference, None, None
     known = variances(values)
-    spread = math.sqrt((known[rung][0] + known[since][0]) / len(one))
+    spread = math.sqrt((known[rung][0] + known[since][0]) / len(rung_values))
     return difference, spread, student(min(known[rung][1], known[since][1])) * spread
 
 
 def judge_quality(difference: float, margin: float | None) -> QualityVerdict:
-    """Return the verdict for a difference of held-out losses."""
+    """Return the verdict on a difference of held-out losses."""
     if margin is None:
         return "one seed"
     return "equal" if abs(difference) <= margin else "worse" if difference > 0 else "better"
@@ -91,7 +91,7 @@ def judge_quality(difference: float, margin: float | None) -> QualityVerdict:
 
 
 def check_quality(config: Config, quality: Quality) -> None:
-    """Raise UserError if nothing is held out, or the held-out rows cannot be scored."""
+    """Raise UserError if no rows are held out, or if they cannot be scored."""
     if config.data.eval is None:
         found = "no `data.eval`: rungs are compared by held-out loss"
         raise ConfigError("a ladder with `quality`", found, "add data.eval: FILE, or --set data.eval=0.05")
@@ -123,7 +123,7 @@ def held_out_prompts(config: Config, samples: int) -> list[Prompt]:
     return prompts
 
 
-# --- in the process of a run
+# --- the process of a run
 
 
 def answer_quality_request() -> None:
@@ -175,7 +175,7 @@ def train_run(config: Config, began: float) -> dict[str, Any]:
 
 
 def score_run(config: Config, samples: int) -> dict[str, Any]:
-    """Return the percentage of correct greedy answers of a trained run; writes them to its answers.jsonl."""
+    """Return the percentage of correct greedy answers of a trained run; write them to its answers.jsonl."""
     from optrush.generation import find_model, generate_answers
 
     prompts, source = held_out_prompts(config, samples), find_model(config.output)
@@ -202,45 +202,45 @@ class QualityState(BenchState):
     """The state of a bench of whole runs: a repeat is a seed."""
 
     def error(self, rung: Rung) -> str | None:
-        """Return why the rung has no figures, such as an evaluation on other tokens than the first one."""
+        """Return why the rung has no figures, such as an evaluation on different tokens from the first rung's."""
         results = self.results.get(rung.name, [])
         if (failed := super().error(rung)) or not results:
             return failed
         first = next(r.name for r in self.rungs if self.results.get(r.name) and not super(QualityState, self).error(r))
-        for own, other in ((r["eval_targets"], s["eval_targets"]) for r, s in zip(results, self.results[first])):
-            if own != other:
-                return f"{own:,} held-out target tokens, `{first}` has {other:,}: the losses cannot be compared"
+        for counted, expected in ((r["eval_targets"], s["eval_targets"]) for r, s in zip(results, self.results[first])):
+            if counted != expected:
+                return f"{counted:,} held-out target tokens, `{first}` has {expected:,}: the losses cannot be compared"
         return None
 
     def all_records(self) -> Sequence[QualityRecord]:
-        """Build the records of all rungs that were tried or refused, over the seeds that all of them have."""
+        """Build the records of all rungs that were tried or rejected, over their common seeds."""
         tried = [r for r in self.rungs if r.name in self.results or r.name in self.refused]
         sound = {r.name: self.results[r.name] for r in tried if self.error(r) is None}
         seeds = min(map(len, sound.values()), default=0)
-        return [self._record(r, {name: found[:seeds] for name, found in sound.items()}) for r in tried]
+        return [self._record(r, {name: figures[:seeds] for name, figures in sound.items()}) for r in tried]
 
     def _record(self, rung: Rung, sound: Mapping[str, Sequence[Mapping[str, Any]]]) -> QualityRecord:
-        """Build the record of a rung; `sound`: the results of all rungs that have figures."""
+        """Build the record of a rung; `sound`: the results of all rungs with figures."""
         common, plan = shared_facts(self, rung), self.plan(rung)
         common |= {key: plan[key] for key in ("predicted_tokens_per_s", "predicted_peak_bytes")}
         if rung.name not in sound:
             return QualityRecord(**common, since=rung.since, verdict="failed", error=self.error(rung))
-        own, since = sound[rung.name], self._compared(rung, sound)
+        runs, since = sound[rung.name], self._compared(rung, sound)
         if since is not None and since != rung.since:
             other = next(r for r in self.rungs if r.name == since)
             common["changes"] = changes_since(other, rung.config, rung.ranks, rung.env)
-        values = {key: [r[key] for r in own] for key in ("held_out", "evals", "eval_targets")}
-        alone = [r for r in own if not r.get("beside")] or own  # the others shared their GPU
+        values = {key: [r[key] for r in runs] for key in ("held_out", "evals", "eval_targets")}
+        alone = [r for r in runs if not r.get("beside")] or runs  # the others shared their GPU
         medians = {key: statistics.median(r[key] for r in alone) for key in ("start_s", "seconds")}
         figures: dict[str, Any] = {
-            **values, **medians, "seeds": [rung.config.seed + n for n in range(len(own))],
+            **values, **medians, "seeds": [rung.config.seed + n for n in range(len(runs))],
             "loss": statistics.fmean(values["held_out"]),
             "tokens_per_s": statistics.median(statistics.median(r["tokens_per_s"]) for r in alone),
-            "peak_bytes": max(r["peak_bytes"] for r in own), "memory_kind": own[0]["memory_kind"],
+            "peak_bytes": max(r["peak_bytes"] for r in runs), "memory_kind": runs[0]["memory_kind"],
         }  # fmt: skip
-        if scored := "score" in own[0]:
-            scores = [r["score"] for r in own]
-            figures |= {"scores": scores, "score": statistics.fmean(scores), "samples": own[0]["samples"]}
+        if scored := "score" in runs[0]:
+            scores = [r["score"] for r in runs]
+            figures |= {"scores": scores, "score": statistics.fmean(scores), "samples": runs[0]["samples"]}
         if since is None:
             return QualityRecord(**common, **figures, since=None, verdict="first")
         names = ("difference", "spread", "margin")
@@ -253,7 +253,7 @@ class QualityState(BenchState):
         return QualityRecord(**common, **figures, since=since, verdict=verdict)
 
     def _compared(self, rung: Rung, sound: Mapping[str, Any]) -> str | None:
-        """Return the rung to compare with: `since`, else the nearest below or the first that has figures."""
+        """Return the reference rung: `since`, else the nearest earlier or the first rung with figures."""
         by_name, below = {r.name: r for r in self.rungs}, rung.since
         while below is not None and below not in sound:
             below = by_name[below].since
@@ -265,7 +265,7 @@ class QualityState(BenchState):
 
 
 def print_quality(records: Sequence[QualityRecord]) -> None:
-    """Print the table, and why a rung has no figures."""
+    """Print the table, and the errors of rungs without figures."""
     names = [[heading, *cells] for heading, cells in columns(records)]
     left, widths = ("rung", "verdict", "compared with"), [max(map(len, column)) for column in names]
     for row in zip(*names, strict=True):

@@ -1,8 +1,8 @@
 """Define the record of a rung, one line of DIR/records.jsonl, and the facts about machine and code in it. Pure.
 
-A bench folder holds records.jsonl (rewritten after each process, so that an interrupted bench leaves all it measured),
-rungs/*.json (the result of each process, a file a rung and repeat), report.html and the charts. Reports read the
-records and nothing else.
+A bench folder holds records.jsonl (rewritten after each process, so that an interrupted bench keeps its measurements),
+rungs/*.json (the result of each process, one file per rung and repeat), report.html and the charts. Reports read only
+the records.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Record:
-    """Figures of a rung over all its repeats; none if `error` is set."""
+    """Figures of a rung over all its repeats; no figures if `error` is set."""
 
     ladder: str
     rung: str
     case: str  # name of the load: "1b-full-2048"; without a name "llama-3.2-1b, random tokens"
-    mode: Literal["cumulative", "without"]  # "without": all of the last rung's techniques but one
-    since: str | None  # the rung this one is compared with; None for the first
+    mode: Literal["cumulative", "without"]  # "without": the last rung's techniques except one
+    since: str | None  # the reference rung; None for the first
     changes: str  # differences from `since`, as text
     device: str
     ranks: int
     seq: int  # T
     micro_tokens: int  # slots per micro-batch
     verdict: Verdict
-    red: list[str]  # reasons; empty if there are none
+    red: list[str]  # reasons; may be empty
     config: dict[str, Any]  # the resolved run
     environment: dict[str, str]
     source: dict[str, Any]  # commit, clean, digest
@@ -59,14 +59,14 @@ class Record:
     tokens_per_s_iqr: list[float] | None = None  # first and third quartile
     repeats: list[float] = field(default_factory=list)  # the median of each repeat, in order
     step_s: list[list[float]] = field(default_factory=list)  # every timed step of every repeat
-    peak_bytes: int | None = None  # the most over the repeats
+    peak_bytes: int | None = None  # maximum over the repeats
     memory_kind: str | None = None  # cuda_allocated, rss
     predicted_peak_bytes: int | None = None
     predicted_tokens_per_s: float | None = None
     basis: str | None = None  # datasheet, calibrated
-    ceiling_s: dict[str, float] = field(default_factory=dict)  # a step's seconds by part at the ceiling; computed
-    parts_s: dict[str, float] = field(default_factory=dict)  # a step's seconds by part, and gaps, under the profiler
-    parts_note: str | None = None  # why there are none
+    ceiling_s: dict[str, float] = field(default_factory=dict)  # seconds per step by part at the ceiling; computed
+    parts_s: dict[str, float] = field(default_factory=dict)  # seconds per step by part, and gaps, under the profiler
+    parts_note: str | None = None  # why `parts_s` is empty
     mfu: float | None = None
     targets_per_s: float | None = None  # target tokens, median over the repeats
     fill: float | None = None  # real tokens / slots computed, over the timed steps
@@ -75,11 +75,11 @@ class Record:
     grad_norms: list[float | None] = field(default_factory=list)
     proof: dict[str, Any] | None = None  # against, numerics, of, tolerance, worst, ok, cosine
     seen: dict[str, str] = field(default_factory=dict)  # facts: parameters, dtypes of weights and states
-    host_peak_bytes: int | None = None  # resident set of the process, the most over the repeats
-    longest_seq: int | None = None  # the longest row that trained; the figures are of it
+    host_peak_bytes: int | None = None  # resident set of the process, maximum over the repeats
+    longest_seq: int | None = None  # the longest row that trained, with these figures
     tries: list[dict[str, Any]] = field(default_factory=list)  # seq, error, peak_bytes, host_peak_bytes, seconds
     peer: str | None = None  # the name of another system
-    error: str | None = None  # why the rung has no figure
+    error: str | None = None  # why the rung has no figures
 
     @classmethod
     def from_json(cls, line: str) -> Self:
@@ -93,12 +93,12 @@ class Record:
 
 @dataclass(frozen=True)
 class QualityRecord:
-    """Figures of a rung of whole runs, in lists with an entry per seed; none if `error` is set."""
+    """Figures of a rung of whole runs, in lists with an entry per seed; no figures if `error` is set."""
 
     ladder: str
     rung: str
     case: str
-    since: str | None  # the rung this one is compared with; None for the first
+    since: str | None  # the reference rung; None for the first
     changes: str
     device: str
     ranks: int
@@ -116,16 +116,16 @@ class QualityRecord:
     evals: list[list[list[float]]] = field(default_factory=list)  # [step, held-out loss] of every evaluation
     eval_targets: list[int] = field(default_factory=list)  # held-out target tokens
     loss: float | None = None  # mean of `held_out`
-    difference: float | None = None  # of `loss`, from that of `since`
+    difference: float | None = None  # `loss` minus that of `since`
     spread: float | None = None  # standard error of `difference`; None with one seed
     margin: float | None = None  # a larger difference is better or worse
-    scores: list[float] = field(default_factory=list)  # percent of right answers
-    score: float | None = None  # mean of `scores`, and the same three
+    scores: list[float] = field(default_factory=list)  # percent of correct answers
+    score: float | None = None  # mean of `scores`; then its difference, spread and margin
     score_difference: float | None = None
     score_spread: float | None = None
     score_margin: float | None = None
-    samples: int | None = None  # answers of a score
-    tokens_per_s: float | None = None  # these three: medians over the seeds that had a GPU for themselves
+    samples: int | None = None  # answers per score
+    tokens_per_s: float | None = None  # these three: medians over the seeds with their own GPU
     start_s: float | None = None  # from the command to the held-out loss before step 1
     seconds: float | None = None  # from the command to the end of the run
     peak_bytes: int | None = None
@@ -179,7 +179,7 @@ def answer_request(measure: Callable[[dict[str, Any], Keep], dict[str, Any]]) ->
     """Run the process of one rung, `... REQUEST.json RESULT.json`, and exit with 0 if the result has figures.
 
     Args:
-        measure: (request, keep) -> result; `keep` stores a result early, for a process that may be killed later.
+        measure: (request, keep) -> result; `keep` stores a result early, for a process that can be killed later.
     """
     request = json.loads(read_text(Path(sys.argv[1])))
     die_with_parent(request["parent"])
@@ -195,12 +195,12 @@ def answer_request(measure: Callable[[dict[str, Any], Keep], dict[str, Any]]) ->
         result = {"error": str(error), "refused": [error.asked, error.found, error.do]}
     except RunError as error:
         result = {"error": str(error)}
-    except Exception as error:  # a rung may fail in any way; the ladder continues
+    except Exception as error:  # a rung can fail in any way; the ladder continues
         result = {"error": describe_error(error), "traceback": traceback.format_exc()}
     rank, ranks = launched()
-    if rank == 0 or "error" in result:  # of several ranks the first one has the figures
+    if rank == 0 or "error" in result:  # rank 0 has the figures
         keep(result)
-    if ranks > 1:  # threads of the group's library may still run, and end a process that ends under them by a signal
+    if ranks > 1:  # threads of the group's library can still run, and kill an exiting process by a signal
         sys.stderr.flush()
         os._exit("error" in result)
     sys.exit("error" in result)
@@ -216,7 +216,7 @@ def describe_error(error: Exception) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Return versions, the processor, and the GPU as its driver describes it; unknown facts are left out."""
+    """Return versions, the processor, and the GPU by its driver; without unknown facts."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -247,7 +247,7 @@ def source() -> dict[str, Any]:
 
 
 def _output_of(*command: str) -> str | None:
-    """Return a command's output, or None if it is missing, fails or takes too long."""
+    """Return a command's output; None if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

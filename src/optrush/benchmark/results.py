@@ -3,7 +3,7 @@
 Results of a rung (a dict per repeat, as written by worker.py) -> Figures -> proof -> verdict -> Record.
 
 A rung is red if it is fast and wrong, slower than allowed, without the predicted effect, or failed. Each
-reason is given with the figures that it rests on.
+reason is given with its figures.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from optrush.decide import with_rate
 from optrush.technique import ModelSpec, Numerics, Part, Technique, instantiate
 from optrush.techniques import ALL
 
-# Largest relative difference to the baseline of losses and gradient norms over the proof's steps; of the first
+# Tolerances of the proof's steps: relative difference to the baseline for losses and gradient norms; for the first
 # gradient, 1 - cosine of the angle.
 # float32: rounding in another order. Measured on CPU over five steps: 1e-7 and 1e-6; the rest is room for large models.
-# Products in bf16 or fp16: measured 4.4e-4 and 9e-3; gradients of random models of 16 and 32 blocks on a CPU 2e-4 to
-# 1e-2, increasing with depth; of the 1B shape on a GPU 7e-4 to 1.1e-3. A wrong divisor moves a norm by its factor.
-# Different maths: measured of pure bf16 1e-2 and 1e-1, mostly from small updates that are rounded away. How much that
-# is depends on the learning rate, so the losses may be between the baseline's and no change at all; but the loss must
+# Matmuls in bf16 or fp16: measured 4.4e-4 and 9e-3; gradients of random models with 16 and 32 blocks on a CPU 2e-4 to
+# 1e-2, increasing with depth; of the 1B shape on a GPU 7e-4 to 1.1e-3. A wrong divisor changes a norm by its factor.
+# Different maths: measured for pure bf16 1e-2 and 1e-1, mostly from small updates that are rounded away. That depends
+# on the learning rate, so the losses may be anywhere between the baseline's and no change at all; but the loss must
 # fall by a fair share of the baseline's fall.
-# Adapters beside products in bf16 or fp16: what they have learnt in their first steps is smaller than the last place of
-# what it is added to. Products that add before they round keep it, others lose it (docs/log/open.md), so where two runs
-# differ in them losses may differ by a share of their fall: measured 0.2 at a learning rate of 2e-4 (8B, an H200).
+# Adapters next to matmuls in bf16 or fp16: their first outputs are smaller than the last place of the sum. Matmuls that
+# add before rounding keep them, others lose them (docs/log/open.md). So if two runs differ in this, losses may differ
+# by a share of their fall: measured 0.2 at a learning rate of 2e-4 (8B, an H200).
 FLOAT32 = {"losses": 1e-4, "gradient norms": 1e-3, "gradients": 1e-6}
 LOWER = {"losses": 2e-3, "gradient norms": 3e-2, "gradients": 3e-2}
 ADAPTED, FALL_SHARE = {**LOWER}, 0.3
 DIFFERENT = {"losses": 2e-2, "gradient norms": 1e-1}
 LEARNT, PROGRESS = 0.5, "progress"
 
-LEAST = 0.01  # medians nearer than this are equal, whatever their spread
-SLOW = 0.8  # of the predicted ratio
-SLOW_ONCE = 0.5  # the same with one repeat: one process cannot separate a slow technique from a slow moment of the host
+LEAST = 0.01  # medians nearer than this are equal at any spread
+SLOW = 0.8  # share of the predicted ratio below which a rung is too slow
+SLOW_ONCE = 0.5  # the same with one repeat: one process cannot tell a slow technique from a slow moment of the host
 SLOW_UNPREDICTED = 0.5
-SMALLER_UNPREDICTED = 0.10  # so much less memory excuses a slow rung without a prediction
+SMALLER_UNPREDICTED = 0.10  # memory saving that excuses a slow rung without a prediction
 PROMISED_MEMORY = 0.10  # a predicted change of the peak that must be measurable
 PROMISED_SPEED = 1.3  # a predicted ratio of speeds that must be measurable
 SHOWN = 0.25  # share of the predicted change of the peak that must be measured
 SAME_MEMORY = {"cuda_allocated": 0.02, "rss": 0.05}  # peaks nearer than this are equal
-LEAST_RSS = 64 * 2**20  # a resident set changes by less than this without a reason
+LEAST_RSS = 64 * 2**20  # smaller changes of a resident set are noise
 
 Series = Mapping[str, Sequence[float | None]]  # "losses" and "gradient norms" of the proof's steps; None: not finite
 
@@ -66,7 +66,7 @@ Series = Mapping[str, Sequence[float | None]]  # "losses" and "gradient norms" o
 class Figures:
     """The measurements of one rung's repeats, and the prediction (None: no prediction)."""
 
-    speeds: list[list[float]]  # tokens/s of every timed step, a list a repeat
+    speeds: list[list[float]]  # tokens/s of every timed step, one list per repeat
     peak_bytes: int
     memory_kind: str
     predicted_peak_bytes: int | None = None
@@ -84,7 +84,7 @@ class Figures:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The first and the third quartile of all steps, also of a single one."""
+        """The first and the third quartile of all steps; works for a single step."""
         values = [v for speeds in self.speeds for v in speeds]
         if len(values) == 1:
             return values[0], values[0]
@@ -95,8 +95,8 @@ class Figures:
 def faster(a: Figures, b: Figures) -> bool:
     """Return whether `a` is faster than `b` by more than noise.
 
-    With several repeats of each: the slowest of `a` is faster than the fastest of `b`. With one: `a`'s first quartile
-    is above `b`'s third. Either way the medians are more than 1 % apart.
+    With several repeats of each, the slowest of `a` must be faster than the fastest of `b`; with one, `a`'s first
+    quartile must be above `b`'s third. In both cases the medians must be more than 1 % apart.
     """
     if a.tokens_per_s <= b.tokens_per_s * (1 + LEAST):
         return False
@@ -119,7 +119,7 @@ def _predicted_ratio(after: Figures, before: Figures) -> float | None:
     return None if a is None or b is None else a / b
 
 
-# --- the proof: does a rung learn like the baseline
+# --- the proof that a rung learns like the baseline
 
 
 def weakest(before: Config, after: Config, classes: Sequence[type[Technique]]) -> Numerics:
@@ -139,14 +139,14 @@ def tolerances(before: Config, after: Config, classes: Sequence[type[Technique]]
         return DIFFERENT
     claims = [[t.claims for t in instantiate(classes, config.with_)] for config in (before, after)]
     lower = any(config.model.dtype != "float32" for config in (before, after))
-    lower = lower or any(Part.PRECISION in own for each in claims for own in each)
-    adapted = all(any(Part.ADAPTERS in own for own in each) for each in claims)
-    one, other = (_described(config, classes).adds_unrounded for config in (before, after))
-    return FLOAT32 if not lower else ADAPTED if adapted and one != other else LOWER
+    lower = lower or any(Part.PRECISION in claimed for each in claims for claimed in each)
+    adapted = all(any(Part.ADAPTERS in claimed for claimed in each) for each in claims)
+    first, second = (_described(config, classes).adds_unrounded for config in (before, after))
+    return FLOAT32 if not lower else ADAPTED if adapted and first != second else LOWER
 
 
 def _described(config: Config, classes: Sequence[type[Technique]]) -> ModelSpec:
-    """Return which kernels the configuration's techniques choose."""
+    """Return the kernels that the configuration's techniques choose."""
     spec = ModelSpec()
     for technique in instantiate(classes, config.with_):
         spec = technique.describe(spec)
@@ -156,11 +156,11 @@ def _described(config: Config, classes: Sequence[type[Technique]]) -> ModelSpec:
 def compare_series(
     measured: Series, baseline: Series, allowed: Mapping[str, float], cosine: float | None = None
 ) -> dict[str, Any]:
-    """Return the largest relative difference over the proof's steps, of the series nearest to its tolerance.
+    """Return the largest relative difference over the proof's steps, for the series nearest to its tolerance.
 
     Args:
         allowed: tolerance by series.
-        cosine: of the angle between the first gradients, if known; not limited for different maths.
+        cosine: of the angle between the first gradients, if known; without a limit for different maths.
 
     Returns:
         {"of": series, "tolerance", "worst" (None: not finite), "ok"}.
@@ -168,7 +168,7 @@ def compare_series(
     rows = []
     for series in measured:
         tolerance = updated = allowed[series]
-        if allowed is ADAPTED and series == "losses":  # of steps after an update
+        if allowed is ADAPTED and series == "losses":  # steps after an update
             updated = max(tolerance, FALL_SHARE * max(_fall(measured[series]), _fall(baseline[series])))
         start = baseline[series][0] if allowed is DIFFERENT else None
         pairs = zip(measured[series], baseline[series], strict=True)
@@ -187,7 +187,7 @@ def compare_series(
 def cosine(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> float | None:
     """Return the cosine of the angle between two gradients, from their sketches (worker.sketch).
 
-    None if one is unknown, of other tensors, not finite, or zero.
+    None if one is unknown, not finite or zero, or if their tensors differ.
     """
     if a is None or b is None or a["of"] != b["of"]:
         return None
@@ -204,7 +204,7 @@ def _fall(losses: Sequence[float | None]) -> float:
 
 
 def _progress(losses: Sequence[float | None], baseline: Sequence[float | None]) -> float:
-    """Return the fall of the loss as a fraction of the baseline's; 1 if that does not fall."""
+    """Return the fall of the loss as a fraction of the baseline's; 1 if the baseline's does not fall."""
     ends = (losses[0], losses[-1], baseline[0], baseline[-1])
     first, last, first_expected, last_expected = (math.nan if v is None else v for v in ends)
     expected = first_expected - last_expected
@@ -212,7 +212,7 @@ def _progress(losses: Sequence[float | None], baseline: Sequence[float | None]) 
 
 
 def _difference(value: float | None, expected: float | None, start: float | None = None) -> float:
-    """Return the relative difference to the baseline's value; 0 for a value between that and the `start`."""
+    """Return the relative difference to the baseline's value; 0 for a value between it and the `start`."""
     if value is None or expected is None:
         return math.inf
     ends = (expected, expected if start is None else start)
@@ -226,8 +226,8 @@ def drifted(proof: Mapping[str, Any], allowed: Mapping[str, float], usual: float
     """Return the reason if the proof's first step, repeated after the timed steps, has changed.
 
     Args:
-        usual: 1 - cosine of the angle with the baseline's. Maths that turns a gradient this far does so at random, and
-            kernels that add in another order each time draw the turn anew.
+        usual: 1 - cosine of the angle with the baseline's. Maths that turns a gradient by this angle does so at random,
+            and nondeterministic kernels turn it differently each time.
     """
     again = proof.get("again")
     if not again:
@@ -251,7 +251,7 @@ def dead(losses: Sequence[float | None], norms: Sequence[float | None]) -> str |
 
 
 def wrong(proof: Mapping[str, Any] | None, losses: Sequence[float | None]) -> str | None:
-    """Return the reason if the rung does not learn like the baseline."""
+    """Return the reason if the rung learns differently from the baseline."""
     if any(v is None for v in losses):
         return "wrong: a loss is not finite"
     if proof is None or proof["ok"]:
@@ -273,7 +273,7 @@ def slow(after: Figures, before: Figures, alone: bool) -> str | None:
     """Return the reason if the rung is slower than predicted, or too slow to be accepted without a prediction.
 
     Args:
-        alone: a technique was removed: without a prediction, any slowdown is allowed.
+        alone: the rung removes a technique: without a prediction, any slowdown is allowed.
     """
     if not faster(before, after):
         return None
@@ -302,7 +302,7 @@ def idle(after: Figures, before: Figures) -> str | None:
             return f"no effect: the peak changed by {change}, predicted {expected}"
     predicted = _predicted_ratio(after, before)
     same = abs(after.peak_bytes - before.peak_bytes) <= SAME_MEMORY["cuda_allocated"] * before.peak_bytes
-    steady = after.memory_kind != "rss" or not _once(after, before)  # as with SLOW_ONCE; a GPU has fewer slow moments
+    steady = after.memory_kind != "rss" or not _once(after, before)  # see SLOW_ONCE; a GPU has fewer slow moments
     if steady and predicted is not None and predicted > PROMISED_SPEED and same and not faster(after, before):
         ratio = after.tokens_per_s / before.tokens_per_s
         return f"no effect: {ratio:.2f}x of `since`, predicted {predicted:.2f}x, with the same memory"
@@ -313,13 +313,13 @@ def unlike(theirs: Mapping[str, Any], ours: Mapping[str, Any], alike: bool) -> I
     """Yield the reasons why two systems' figures cannot be compared.
 
     Args:
-        theirs, ours: a result of each.
+        theirs, ours: one result of each system.
         alike: both start from the same weights.
     """
     for name, value in ours.get("seen", {}).items():
         if name != UNCOMPARED and (other := theirs["seen"].get(name)) != value:
             yield f"not the same work: {name} {other or 'unknown'}, ours {value}"
-    full = theirs["fill"] == ours.get("fill") == 1  # else the same documents are in other steps
+    full = theirs["fill"] == ours.get("fill") == 1  # else the steps have different documents
     first, expected = (r["losses"][0] if r.get("losses") else None for r in (theirs, ours))
     if not alike or not full or first is None or expected is None:
         return
@@ -339,10 +339,10 @@ def judge(
     """Return the verdict of a rung with figures, and the reasons if it is red.
 
     Args:
-        before: of the rung it is compared with; None for the first.
+        before: figures of the reference rung; None for the first.
         first_red: a known reason.
         only_load: the two differ only in T or batch sizes: no speed is required.
-        alone: a technique was removed.
+        alone: the rung removes a technique.
     """
     red = [first_red] if first_red else []
     if before is not None and not only_load:
@@ -361,10 +361,10 @@ def judge(
 def judge_longest(
     reached: int, after: Figures, before: tuple[int, Figures] | None, factor: float, red: str | None
 ) -> tuple[Verdict, list[str]]:
-    """Return the verdict of a search for the longest row, which is known to a factor; of equal rows memory decides.
+    """Return the verdict of a search for the longest row, which is known to a factor; memory decides between equals.
 
     Args:
-        before: the longest row of the rung that it is compared with, and its figures there; None for the first.
+        before: the longest row of the reference rung, and its figures there; None for the first.
     """
     if red:
         return "red", [red]
@@ -389,37 +389,37 @@ class BenchState:
     rungs: list[Rung]
     out: Path
     repeats: int
-    limit_s: float  # of a process
+    limit_s: float  # per process
     command: str
     source: dict[str, Any]
     machine: dict[str, str]
-    exact_limit: bool = False  # the limit holds on a slow machine too
+    exact_limit: bool = False  # the limit also holds on a slow machine
     at_once: int = 1  # whole runs at the same time
-    rehearses: bool = False  # a process executes the largest step first, as a run does
-    refused: dict[str, str] = field(default_factory=dict)  # by rung: why it cannot start
-    absent: dict[str, str] = field(default_factory=dict)  # by rung: why it is left out without a record
+    rehearses: bool = False  # a process runs the largest step first, like a run
+    refused: dict[str, str] = field(default_factory=dict)  # rung -> why it cannot start
+    absent: dict[str, str] = field(default_factory=dict)  # rung -> why it is skipped without a record
     predict: Callable[[Rung, Config], dict[str, Any]] = lambda rung, run: {}
-    predicted: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)  # by rung and T, what it returned
-    results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by rung, a result a repeat
+    predicted: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)  # (rung, T) -> prediction
+    results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # rung -> one result per repeat
 
-    leaves_out: ClassVar[bool] = True  # rungs of more ranks than there are GPUs
+    leaves_out: ClassVar[bool] = True  # skip rungs with more ranks than GPUs
 
     @property
     def asked(self) -> str:
-        """What an error about the folder names."""
+        """The request in errors about the folder."""
         return f"--out {self.out}"
 
     @property
     def again(self) -> str:
-        """Return how to continue a stopped bench."""
+        """Return the remedy that continues a stopped bench."""
         return f"continue with: --resume (--out {self.out})"
 
     def required(self, rung: Rung) -> bool:
-        """Return whether the bench ends if the rung is refused."""
+        """Return whether the bench ends if the rung is rejected."""
         return rung is self.rungs[0]
 
     def missing(self) -> list[tuple[int, Rung]]:
-        """Return (repeat, rung) of the pending processes, the next first; none of a failed rung.
+        """Return (repeat, rung) of the pending processes in order, without failed rungs.
 
         Repeats are interleaved, so that a warm device or a busy host affects all rungs alike.
         """
@@ -427,18 +427,18 @@ class BenchState:
         return [(n, r) for n, r in order if len(self.results.get(r.name, [])) <= n and not self.error(r)]
 
     def error(self, rung: Rung) -> str | None:
-        """Return why the rung has no figures: refused, or one of its processes failed."""
+        """Return why the rung has no figures: it was rejected, or one of its processes failed."""
         failed = (r["error"] for r in self.results.get(rung.name, []) if "error" in r)
         return self.refused.get(rung.name) or self.absent.get(rung.name) or next(failed, None)
 
     def counted(self, rung: Rung) -> list[dict[str, Any]]:
-        """Return the repeats that count: all, or in a search for the longest row those with the shortest result."""
+        """Return the repeats that count: all, or in a search for the longest row those with the shortest row."""
         results = self.results.get(rung.name, [])
         seqs = [r["longest_seq"] for r in results if "longest_seq" in r]
         return [r for r in results if r.get("longest_seq") == min(seqs)] if seqs else results
 
     def config(self, rung: Rung) -> Config:
-        """Return the configuration of the rung's figures: its own, or that with the longest row that trained."""
+        """Return the configuration of the rung's figures: its own, or the one with the longest row that trained."""
         seq = next((r["longest_seq"] for r in self.counted(rung) if "longest_seq" in r), None)
         return rung.config if seq is None else ladder.at_length(rung.config, seq)
 
@@ -461,14 +461,14 @@ class BenchState:
         )  # fmt: skip
 
     def baseline(self, rung: Rung) -> Rung:
-        """Return the rung whose documents the rung's proof uses: the first of our own on the same model."""
+        """Return the rung with the documents of the rung's proof: our first one on the same model."""
         m = rung.config.model
         ours = (r for r in self.rungs if r.peer is None)
         same = (r for r in ours if (r.config.model.path, r.config.model.shape) == (m.path, m.shape))
         return next(same, rung)
 
     def proved(self, rung: Rung) -> list[Rung]:
-        """Return the rungs on its model whose proof has losses; the first of them is the reference of the others."""
+        """Return the rungs on its model with losses in the proof; the first one is the reference of the others."""
         same = [r for r in self.rungs if self.baseline(r) is self.baseline(rung)]
         return [r for r in same if self.figures(r) and self.proofs(r)[0]["losses"]]
 
@@ -477,7 +477,7 @@ class BenchState:
         return [r["proof"] for r in self.results[rung.name]]
 
     def since(self, rung: Rung) -> Rung | None:
-        """Return the nearest rung below that has figures; for another system only the one it is compared with."""
+        """Return the nearest earlier rung with figures; for another system only its reference rung."""
         by_name = {r.name: r for r in self.rungs}
         below = rung.since
         while below is not None and self.figures(by_name[below]) is None:
@@ -485,7 +485,7 @@ class BenchState:
         return None if below is None else by_name[below]
 
     def records(self) -> list[Record]:
-        """Build the records of all rungs that have been tried or refused, in the ladder's order."""
+        """Build the records of all rungs that were tried or rejected, in the ladder's order."""
         return [_record(self, r) for r in self.rungs if r.name in self.results or r.name in self.refused]
 
     def all_records(self) -> Sequence[Record | QualityRecord]:
@@ -507,7 +507,7 @@ def _record(state: BenchState, rung: Rung) -> Record:
     plan = state.plan(rung)
     if state.ladder.warmup == 0:
         changes += "; its speed includes compiling"
-        plan = {**plan, "predicted_tokens_per_s": None, "ceiling_s": {}}  # of steps that do not compile
+        plan = {**plan, "predicted_tokens_per_s": None, "ceiling_s": {}}  # predicted for compiled steps
     micro = first.get("micro_tokens", config.batch.micro_tokens)
     peer = {} if rung.peer is None else {"peer": {rung.peer.name: rung.peer.model_dump()}}
     facts = shared_facts(state, rung)
@@ -522,7 +522,7 @@ def _record(state: BenchState, rung: Rung) -> Record:
 def shared_facts(state: BenchState, rung: Rung) -> dict[str, Any]:
     """Return the common fields of all records: rung, machine, code and time."""
     first, config = (state.results.get(rung.name) or [{}])[0], state.config(rung)
-    # A rung that never ran has the others' device.
+    # A rung that never ran gets the others' device.
     results = [r for name in (rung.name, *state.results) for r in state.results.get(name, [])]
     return {
         "ladder": state.ladder.name, "rung": rung.name, "case": rung.case, "changes": rung.changes,
@@ -584,16 +584,16 @@ def _verdict(
 
 
 def _proof(state: BenchState, rung: Rung) -> dict[str, Any] | None:
-    """Compare with the first rung on its model that has losses; the worst repeat counts."""
+    """Compare with the first rung with losses on its model; the worst repeat counts."""
     proved = state.proved(rung)
     if rung not in proved[1:]:
         return None
     reference, expected = proved[0], state.proofs(proved[0])[0]
     allowed = tolerances(reference.config, rung.config, ALL)
-    own = state.proofs(rung)
-    angles = [cosine(p.get("gradient"), expected.get("gradient")) for p in own]
+    repeats = state.proofs(rung)
+    angles = [cosine(p.get("gradient"), expected.get("gradient")) for p in repeats]
     proofs = [
-        compare_series(_series(p), _series(expected), allowed, angle) for p, angle in zip(own, angles, strict=True)
+        compare_series(_series(p), _series(expected), allowed, angle) for p, angle in zip(repeats, angles, strict=True)
     ]
     worst = max(proofs, key=lambda p: math.inf if p["worst"] is None else p["worst"] / p["tolerance"])
     known = [angle for angle in angles if angle is not None]
@@ -606,7 +606,7 @@ def _series(proof: Mapping[str, Any]) -> dict[str, list[float | None]]:
 
 
 def _unsound(state: BenchState, rung: Rung) -> Iterator[str | None]:
-    """Yield a rung's own errors, in any repeat."""
+    """Yield a rung's own errors in any repeat."""
     allowed = tolerances(rung.config, rung.config, ALL)
     reference = state.proved(rung)[:1]
     different = [r for r in reference if tolerances(r.config, rung.config, ALL) is DIFFERENT]
@@ -621,8 +621,8 @@ def _unsound(state: BenchState, rung: Rung) -> Iterator[str | None]:
 def _turned(state: BenchState, rung: Rung) -> Iterator[str]:
     """Yield an error if a gradient differs from the first rung's with the same maths.
 
-    Maths that differs from the baseline's may turn a gradient; by how much is random and may change with other kernels,
-    so at least twice as much is allowed.
+    Different maths can turn a gradient; the angle is random and can change with other kernels, so at least twice the
+    angle is allowed.
     """
     proved = state.proved(rung)
     if rung not in proved:

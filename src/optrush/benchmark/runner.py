@@ -1,7 +1,7 @@
-"""Run a ladder: every rung in fresh processes, repeats interleaved, and a record of each, whatever happens to it.
+"""Run a ladder: every rung in fresh processes, with interleaved repeats, and a record of each, even of failures.
 
-resolve and check all rungs -> a process a rung and repeat (A B C A B C) -> rungs/NAME.json, its result ->
-records.jsonl, rewritten from those after each process -> report.html.
+resolve and check all rungs -> one process per rung and repeat (A B C A B C) -> its result, rungs/NAME.json ->
+records.jsonl, rewritten from all results after each process -> report.html.
 
 Only rungs/ has the state of a bench: `resume` reads it and measures the missing results.
 """
@@ -52,16 +52,16 @@ from optrush.planner import calibration
 STOPPED = 143  # the exit code of a bench that a signal stopped
 COMMAND = [sys.executable, "-m", "optrush.benchmark.worker"]
 QUIET = {"KINETO_LOG_LEVEL": "6"}  # else the profiler's log would appear as the error of a dead process
-TAIL = 5  # lines of standard error in the report of a process without a result
+TAIL = 5  # lines of standard error in the error of a process without a result
 LOCK = ".lock"
 LATE = "still running"  # prefix of the error of a process stopped at its limit
-FIRST, SLOWER = 10, 6  # limits: of the first process in a ladder's limits, of others in what the slowest before took
-RUNS = "runs"  # folder of whole runs, a folder a rung and seed
+FIRST, SLOWER = 10, 6  # limits: the first process in ladder limits, later ones in the slowest time so far
+RUNS = "runs"  # folder of whole runs, one folder per rung and seed
 TRIES = "tries"  # folder with results of a search for the longest row, one file per length
-FULL = 0.995  # a share of real tokens in the slots from which on the table does not show it
+FULL = 0.995  # share of real tokens in the slots above which the table omits it
 
 
-# --- progress on standard error: a bar on a terminal, a line a process, and the table at the end
+# --- progress on standard error: a bar on a terminal, one line per process, and the table at the end
 
 
 class ProgressBoard:
@@ -85,7 +85,7 @@ class ProgressBoard:
         err.print(text, markup=False)
 
     def begin(self, rung: int, of: int, name: str, repeat: int, repeats: int) -> None:
-        """Show that the process of a rung starts; numbers count from 1."""
+        """Show the start of a rung's process; numbers count from 1."""
         self.place = f"rung {rung}/{of} {name}, repeat {repeat}/{repeats}"
         done = (repeat - 1) * of + rung - 1
         self.progress.update(self.task, total=of * repeats, completed=done, description=self.place + self.left)
@@ -102,7 +102,7 @@ class ProgressBoard:
 
 
 class PlannedRung(NamedTuple):
-    """A rung before it is measured, as the plan has it; None: it has no prediction, or is not refused."""
+    """A rung with its plan, before measurement; None: no prediction, or not rejected."""
 
     rung: Rung
     tokens_per_s: float | None
@@ -113,8 +113,8 @@ class PlannedRung(NamedTuple):
 def print_table(found: Sequence[Record | QualityRecord]) -> None:
     """Print each rung's figures, the ratio to its reference rung, and the reasons if it is red."""
     records = [r for r in found if isinstance(r, Record)]
-    if whole := [r for r in found if isinstance(r, QualityRecord)]:
-        return print_quality(whole)
+    if run_records := [r for r in found if isinstance(r, QualityRecord)]:
+        return print_quality(run_records)
     table = Table(box=None, pad_edge=False)
     table.add_column("rung")
     loose = any(r.fill is not None and r.fill < FULL for r in records)
@@ -160,14 +160,14 @@ def run_ladder(
     command: str = "",
     at_once: int = 1,
 ) -> list[Record | QualityRecord]:
-    """Measure every rung and write `out`; a rung that fails becomes a record with its error, and the others run.
+    """Measure every rung and write `out`; a failed rung becomes a record with its error, and the others run.
 
     Args:
         repeats, limit_s: override the ladder's own.
-        resume: continue in a folder that an earlier bench of the same rungs, by the same code, has left.
+        resume: continue in the folder of an earlier bench of the same rungs and the same code.
         command: the command line, for the records.
-        at_once: whole runs of a seed at the same time, spread over the GPUs. Those of the first seed have a GPU each,
-            and their speeds and times are the records'.
+        at_once: whole runs of a seed at the same time, spread over the GPUs. Runs of the first seed have a GPU each,
+            and give the speeds and times of the records.
 
     Raises:
         UserError: the ladder, the baseline or the folder must be changed; nothing was written.
@@ -194,7 +194,7 @@ def run_ladder(
 def plan_rungs(
     written: Ladder, config: Config, board: ProgressBoard, *, repeats: int | None = None, cumulative_only: bool = False
 ) -> tuple[list[PlannedRung], int]:
-    """Return what `run_ladder` would measure and each rung's repeats; measures and writes nothing.
+    """Return the rungs that `run_ladder` would measure, and the repeats; measure and write nothing.
 
     Raises:
         UserError: the ladder or the baseline must be changed.
@@ -219,7 +219,7 @@ def run_rungs(state: BenchState, board: ProgressBoard, *, resume: bool) -> list[
     out = state.out
     _check_folder(state, resume)
     _refuse(state, board)
-    calibration.for_device(hardware.first_device())  # a damaged file is refused now; later it would lose predictions
+    calibration.for_device(hardware.first_device())  # reject a damaged file now; later it would only lose predictions
     if resume:
         _read_back(state)
     fresh = not out.exists()
@@ -250,7 +250,7 @@ def run_rungs(state: BenchState, board: ProgressBoard, *, resume: bool) -> list[
 
 @contextmanager
 def lock_folder(out: Path, asked: str) -> Iterator[None]:
-    """Allow one bench at a time in a folder. The kernel drops the lock when the process ends, however it ends."""
+    """Allow one bench at a time in a folder. The kernel drops the lock at any end of the process."""
     with open_to_append(out / LOCK) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -275,7 +275,7 @@ def stop_on_signals() -> Iterator[None]:
 
 
 def _check_folder(state: BenchState, resume: bool) -> None:
-    """Raise ConfigError if the folder cannot be used; writes nothing."""
+    """Raise ConfigError if the folder cannot be used; write nothing."""
     out, asked = state.out, state.asked
     if out.exists() and not out.is_dir():
         raise ConfigError(asked, "it is a file", "use another folder")
@@ -288,16 +288,16 @@ def _check_folder(state: BenchState, resume: bool) -> None:
 
 
 def _refuse(state: BenchState, board: ProgressBoard) -> None:
-    """Check every rung before anything is built; a baseline that is refused ends the bench.
+    """Check every rung before anything is built; a rejected baseline ends the bench.
 
-    A rung whose requirements are not met gets a record with the reason. In a ladder, a rung of more ranks than there
-    are GPUs, or without a technique that cannot be removed separately, is skipped and the reason is logged.
+    A rung with unmet requirements gets a record with the reason. In a ladder, a rung with more ranks than GPUs, or
+    without a technique that cannot be removed separately, is skipped and the reason is logged.
     """
     rungs = []
     for rung in state.rungs:
         try:
             _refuse_ranks(rung)
-            resolved = decide(rung.config, ranks=1 if rung.peer else rung.ranks)  # another system shards by itself
+            resolved = decide(rung.config, ranks=1 if rung.peer else rung.ranks)  # another system shards on its own
             if rung.peer is not None:
                 rung.peer.check(rung.config, resolved.env.device, rung.ranks)
         except UserError as error:
@@ -312,9 +312,9 @@ def _refuse(state: BenchState, board: ProgressBoard) -> None:
                 state.refused[rung.name] = str(error)
         rungs.append(rung)
     state.rungs = rungs
-    for found in dict.fromkeys(state.absent.values()):
-        names = ", ".join(f"`{name}`" for name, why in state.absent.items() if why == found)
-        board.log(f"skipped ({found}): {names}")
+    for absence in dict.fromkeys(state.absent.values()):
+        names = ", ".join(f"`{name}`" for name, reason in state.absent.items() if reason == absence)
+        board.log(f"skipped ({absence}): {names}")
 
 
 class _TooFew(NeedsError):
@@ -338,7 +338,7 @@ def _device_of(rung: Rung) -> hardware.Device:
 
 
 def predict_rung(rung: Rung, config: Config) -> dict[str, Any]:
-    """Return the plan's prediction; nulls without one, and for another system."""
+    """Return the plan's prediction; nulls without a plan, and for another system."""
     from optrush.planner.search import predict
 
     with suppress(UserError):
@@ -357,7 +357,7 @@ def _read_back(state: BenchState) -> None:
     """Read the results of an earlier bench in the folder.
 
     Raises:
-        ConfigError: it measured other rungs, or ran other code.
+        ConfigError: its rungs or its code differ.
     """
     asked, do = f"{state.asked} --resume", "use another folder, or the options of that bench"
     known = {_file(state, rung, repeat): (rung, repeat) for rung in state.rungs for repeat in range(state.repeats)}
@@ -377,7 +377,7 @@ def _read_back(state: BenchState) -> None:
         if request != _request(state, rung, repeat):
             raise ConfigError(asked, f"`{rung.name}` had another configuration", do)
         results = state.results.setdefault(rung.name, [])
-        if len(results) == repeat:  # results after a gap are measured again
+        if len(results) == repeat:  # measure results after a gap again
             results.append(result)
 
 
@@ -439,7 +439,7 @@ def _results(
 
 
 def _request(state: BenchState, rung: Rung, repeat: int) -> dict[str, Any]:
-    """Return the request of a process: the rung's run, and the proof on the baseline's documents or another system."""
+    """Return the request of a process: the rung's run, with the proof on the baseline's documents or another system."""
     request: dict[str, Any] = {"run": dump_config(rung.config), "warmup": state.ladder.warmup}
     if rung.ranks > 1 or rung.env:
         request |= {"ranks": rung.ranks, "env": rung.env}
@@ -459,7 +459,7 @@ def _request(state: BenchState, rung: Rung, repeat: int) -> dict[str, Any]:
 def _result(
     state: BenchState, rung: Rung, repeat: int, board: ProgressBoard, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the result of one process, of a whole run, or of a search for the longest row the best one."""
+    """Return the result of one process, of a whole run, or the best of a search for the longest row."""
     span, request = state.ladder.longest, _request(state, rung, repeat)
     if state.ladder.quality is not None:
         folder = state.out / RUNS / Path(_file(state, rung, repeat)).stem
@@ -490,14 +490,14 @@ def _result(
 def _whole_run(
     state: BenchState, rung: Rung, request: dict[str, Any], folder: Path, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Run to the end in a folder without keeping checkpoints or model; return the result and score."""
+    """Run to the end in a folder, without keeping checkpoints or model; return the result and the score."""
     shutil.rmtree(folder, ignore_errors=True)
     run = dump_config(changed(parse_config(request["run"], "run", own=True), {"output": str(folder)}))
     ask = {"run": run, "ranks": rung.ranks, "env": {**environment, **rung.env}}
     result = run_worker({**ask, "began": time.time()}, time_limit(state), module="optrush.benchmark.quality")
     if "error" not in result and request["score"] is not None:
-        asked = {"run": run, "samples": request["samples"], "env": ask["env"]}
-        scored = run_worker(asked, time_limit(state), module="optrush.benchmark.quality")
+        scoring = {"run": run, "samples": request["samples"], "env": ask["env"]}
+        scored = run_worker(scoring, time_limit(state), module="optrush.benchmark.quality")
         result |= {key: value for key, value in scored.items() if key != "seconds"}
     for name in ("checkpoints", "model", "adapter"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -505,11 +505,11 @@ def _whole_run(
 
 
 def _attempt(state: BenchState, rung: Rung, request: dict[str, Any], seq: int) -> dict[str, Any]:
-    """Run one length of a search; stored in tries/, because a search takes long and may be interrupted."""
+    """Run one length of a search; store the result in tries/, because a search takes long and can be interrupted."""
     repeat = len(state.results.get(rung.name, []))
     path = state.out / TRIES / _file(state, rung, repeat).replace(".json", f"-{seq}.json")
     key = {"digest": state.source["digest"], "request": request}
-    with suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged: it is tried again
+    with suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged: try again
         saved = json.loads(read_text(path))
         if {"digest": saved["digest"], "request": saved["request"]} == key:
             return dict(saved["result"])
@@ -520,10 +520,10 @@ def _attempt(state: BenchState, rung: Rung, request: dict[str, Any], seq: int) -
 
 
 def time_limit(state: BenchState) -> float:
-    """Return the time limit of a process in seconds: as given, else more if the machine was slow so far.
+    """Return the time limit of a process in seconds: as given, else more if the machine has been slow.
 
-    The first process has ten times the ladder's limit, the others at least six times what the slowest so far took, so
-    that a busy machine makes a bench long and not red.
+    The first process has ten times the ladder's limit, the others at least six times the slowest time so far, so that a
+    busy machine makes a bench long and not red.
     """
     if state.exact_limit:
         return state.limit_s
@@ -545,9 +545,9 @@ def run_worker(
     """Return the result of a rung's fresh processes: figures, or `error`.
 
     Args:
-        request: with `ranks`, as many processes; rank 0 writes the figures, another rank only why it failed.
-        peer: the system whose worker answers, instead of ours.
-        module: answers instead of the worker of rungs.
+        request: `ranks` sets the number of processes; rank 0 writes the figures, another rank only its error.
+        peer: another system, to run its worker instead of ours.
+        module: the module to run instead of the worker of rungs.
     """
     start, ranks = time.monotonic(), request.get("ranks", 1)
     command, environment = COMMAND, {**QUIET, **os.environ, **request.get("env", {})}
@@ -562,26 +562,26 @@ def run_worker(
         request_path.write_text(json.dumps({**request, "parent": os.getpid()}))
         results = [folder / ("result.json" if rank == 0 else f"result-{rank}.json") for rank in range(ranks)]
         logs = [folder / f"stderr-{rank}" for rank in range(ranks)]
-        environments = [environment] if ranks == 1 else [{**environment, **own} for own in rank_environments(ranks)]
+        environments = [environment] if ranks == 1 else [{**environment, **env} for env in rank_environments(ranks)]
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            for own, result_path, log in zip(environments, results, logs, strict=True):
+            for env, result_path, log in zip(environments, results, logs, strict=True):
                 with log.open("wb") as stderr:
                     processes.append(
                         subprocess.Popen(
                             [*command, str(request_path), str(result_path)],
-                            stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True, env=own,
+                            stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True, env=env,
                         )
                     )  # fmt: skip
             codes = _exit_codes(processes, limit_s)
         finally:
             for process in processes:
-                with suppress(ProcessLookupError):  # the whole group, with a compiler's processes for example
+                with suppress(ProcessLookupError):  # the whole group, such as a compiler's processes
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         seconds = time.monotonic() - start
         late = f"{LATE} after {limit_s:g} s, and stopped (limit_s); raise --limit SECONDS, or --budget of tune"
-        failed = next((r for r, code in enumerate(codes) if code), 0)  # the first rank that failed, else rank 0
+        failed = next((r for r, code in enumerate(codes) if code), 0)  # the first failed rank, else rank 0
         code = codes[failed]
         end = late if code is None else cause_of_death(code, read_text(logs[failed], "utf-8", "replace"))
         answered = [json.loads(read_text(path)) for path in results if path.exists()]
@@ -595,11 +595,11 @@ def run_worker(
         return result
 
 
-_stopping = threading.Event()  # of runs at the same time: their threads end, and with them their processes
+_stopping = threading.Event()  # ends the threads of parallel runs, and with them their processes
 
 
 def _exit_codes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:
-    """Return the exit code of each process, None of one that had not ended: in time, or after another had failed."""
+    """Return the exit code of each process; None if it did not end in time, or after another one's failure."""
     until = time.monotonic() + limit_s
     while any(p.poll() is None for p in processes) and time.monotonic() < until and not _stopping.is_set():
         if any(p.poll() for p in processes):
@@ -621,20 +621,20 @@ def cause_of_death(code: int, stderr: str) -> str:
 
 # --- the longest row that trains: lengths are tried one by one, each in a fresh process with one row per step
 #
-# The rung is first measured and proved at the shortest length, as any rung is. Further lengths are tried without a
-# proof, which would take longer than the training: first the plan's prediction, then in growing steps around it, or
-# doubling where there is no prediction; up while they train, down where memory is exhausted, until the shortest that
-# failed is near the longest that trained. Where the plan is right two tries are enough.
+# The rung is first measured and proved at the shortest length, like any rung. Further lengths are tried without a
+# proof, which would take longer than the training: first the plan's prediction, then growing steps around it, or
+# doubling without a prediction; up while they train, down when memory is exhausted, until the shortest failed length is
+# near the longest trained one. If the plan is right, two tries suffice.
 
 GRAIN = 1024  # lengths are multiples of it, or of the largest divisor that it shares with the shortest
-FARTHEST = 4.0  # the largest ratio of a length to the one before
+FARTHEST = 4.0  # the largest ratio of a length to the previous one
 MEMORY = ("out of memory", "killed by signal 9")  # beginnings of the errors of exhausted memory, device or host
 
 
 def search_longest(
     span: Longest, guess: int | None, first: dict[str, Any], attempt: Callable[[int], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the result of the longest row that trained, with the proof of the shortest, and all tries.
+    """Return the result of the longest trained row, with the proof of the shortest, and all tries.
 
     Args:
         guess: the first length; None: no prediction.
@@ -661,9 +661,9 @@ def search_longest(
 
 
 def _lengths(span: Longest, guess: int | None) -> Generator[int, bool]:
-    """Yield the lengths to try; each is sent whether it trained. `span.from_` has."""
+    """Yield the lengths to try; send back whether each trained. `span.from_` has trained."""
     grain = math.gcd(span.from_, GRAIN)
-    low, high = span.from_, 0  # the longest that trained, the shortest that failed; 0: none
+    low, high = span.from_, 0  # the longest trained, the shortest failed; 0: none
     stride = 2.0 if guess is None else span.factor
 
     def rounded(length: float) -> int:
@@ -686,7 +686,7 @@ def _lengths(span: Longest, guess: int | None) -> Generator[int, bool]:
 
 
 def longest_that_fits(span: Longest, fits: Callable[[int], bool | None]) -> int | None:
-    """Return the longest row for which `fits`, the plan's answer, is true; None without a plan."""
+    """Return the longest row for which `fits`, the plan's answer, is True; None without a plan."""
     grain = math.gcd(span.from_, GRAIN)
     low, high = span.from_ // grain, span.to // grain
     try:

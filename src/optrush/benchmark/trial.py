@@ -1,14 +1,14 @@
 """Measure the batch and the learning rate of a run, in a process: `python -m optrush.benchmark.trial IN OUT`.
 
-`batch`: the gradient noise scale. A gradient of B tokens is the whole data's gradient G and noise of variance S / B.
-From its squared length at two sizes of B both follow; at B = S / |G|^2 noise and gradient are equal. Much smaller
-batches waste steps, much larger ones waste tokens. Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018,
+`batch`: the gradient noise scale. A gradient of B tokens is the whole data's gradient G plus noise of variance S / B.
+Its squared norms at two sizes of B determine both; at B = S / |G|^2 noise and gradient are equal. Much smaller batches
+waste steps, much larger ones waste tokens. Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018,
 https://arxiv.org/abs/1812.06162, appendix A.1.
 
 `lr`: a race of rates on the same data with the same schedule. After a sixteenth, an eighth and three quarters of its
 steps the half with the larger held-out loss is dropped, so that a race of eight takes a quarter of a grid's steps.
 Source: successive halving, Jamieson and Talwalkar, 2016, https://arxiv.org/abs/1502.07943. Differs from the source: the
-stops. The last two go on for long, because a large rate is ahead before the schedule falls, and a little behind after.
+stops. The last two rates run long, because a large rate is ahead before the schedule falls, and a little behind after.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from optrush.trainer.run import batches, preflight
 from optrush.trainer.trainer import RunPlan, Trainer, evaluate, set_step, train
 
 FEWEST_DRAWS = 4
-STOPS = (1 / 16, 1 / 8, 3 / 4)  # of the steps of a race; each halves the rates
+STOPS = (1 / 16, 1 / 8, 3 / 4)  # shares of a race's steps; each stop halves the rates
 SHORTEST = 3  # steps to the first stop of a race
 
 
@@ -70,11 +70,11 @@ def assemble(config: Config) -> tuple[Trainer, RunPlan]:
     return trainer, plan
 
 
-# --- states of training on the disk
+# --- training states on disk
 
 
 class States:
-    """Trained weights, the optimizer's states and those of techniques by name, in a folder that is its own."""
+    """Trained weights, optimizer states and states of techniques by name, in a folder of its own."""
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         folder.mkdir()
@@ -82,8 +82,8 @@ class States:
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         states = self.trainer.optimizer.state()
-        found = [(f"param/{t.name}", t.local) for t in self.trainer.trained]
-        return found + [(f"state/{kind}/{n}", s) for n, by_kind in states.items() for kind, s in by_kind.items()]
+        tensors = [(f"param/{t.name}", t.local) for t in self.trainer.trained]
+        return tensors + [(f"state/{kind}/{n}", s) for n, by_kind in states.items() for kind, s in by_kind.items()]
 
     def save(self, name: str) -> None:
         """Store the trainer's current state."""
@@ -92,7 +92,7 @@ class States:
         self.techniques[name] = {kind: copy.deepcopy(state.save()) for kind, state in self.trainer.state.items()}
 
     def restore(self, name: str) -> None:
-        """Put a stored state back."""
+        """Restore a stored state."""
         with torch.no_grad(), safe_open(regular(self.folder / name), framework="pt") as saved:
             for key, tensor in self._tensors():
                 tensor.copy_(saved.get_tensor(key))
@@ -100,7 +100,7 @@ class States:
             self.trainer.state[technique].load(copy.deepcopy(state))
 
     def forget(self, name: str) -> None:
-        """Remove a state, if there is one."""
+        """Remove a state if it exists."""
         (self.folder / name).unlink(missing_ok=True)
 
 
@@ -108,18 +108,18 @@ class States:
 
 
 class Draw(NamedTuple):
-    """Squared gradient norms of one step: the mean over its micro-batches, and of all of them together."""
+    """Squared gradient norms of one step: the mean over its micro-batches, and that of their sum."""
 
     step: int
     small: float
     big: float
-    inverse: float  # the mean of 1 / terms of a micro-batch
-    terms: float  # of all micro-batches
+    inverse: float  # mean of 1 / (terms of a micro-batch)
+    terms: float  # in all micro-batches
     slots: int
 
 
 def noise_draws(trainer: Trainer, plan: RunPlan, until: float) -> list[Draw]:
-    """Train, and return the norms of each step, until the run or the time is over."""
+    """Train until the run or the time is over; return the norms of each step."""
     draws = list[Draw]()
     trainer.batches = batches(trainer, plan)
     with reading(trainer.batches):
@@ -134,7 +134,7 @@ def noise_draws(trainer: Trainer, plan: RunPlan, until: float) -> list[Draw]:
 
 
 def _draw(trainer: Trainer, plan: RunPlan, step: int, draws: list[Draw]) -> None:
-    """Take a step, and add its norms if they are finite."""
+    """Run a step, and add its norms if they are finite."""
     window = [b for b in next(trainer.batches) if b.n_terms]
     set_step(trainer, step, plan.total)
     small = [_squared_norm(trainer, [b]) for b in window]
@@ -164,7 +164,7 @@ def noise_scale(draws: Iterable[Draw]) -> tuple[float, float]:
 
 
 def noise_result(draws: Sequence[Draw]) -> dict[str, Any]:
-    """Return S, |G|^2, slots of a batch per term, and the running estimate of S / |G|^2 in slots over the steps."""
+    """Return S, |G|^2, batch slots per term, and the running estimate of S / |G|^2 in slots over the steps."""
     per_term = sum(d.slots for d in draws) / sum(d.terms for d in draws)
     running = []
     for n, d in enumerate(draws, 1):
@@ -178,13 +178,13 @@ def noise_result(draws: Sequence[Draw]) -> dict[str, Any]:
 
 
 Leg = Callable[[float, int, int], float]  # (rate, steps done, step to stop at) -> held-out loss
-Forget = Callable[[float], object]  # a rate that left
+Forget = Callable[[float], object]  # takes a dropped rate
 
 
 def race(
     rates: Sequence[float], stops: Sequence[int], leg: Leg, forget: Forget = lambda rate: None
 ) -> list[dict[str, Any]]:
-    """Race rates from stop to stop, where the half with the larger losses leaves; return every leg, the winner's last.
+    """Race rates from stop to stop, dropping the half with the larger losses; return every leg, the winner's last.
 
     Args:
         forget: called with each rate that can no longer win.
@@ -198,12 +198,12 @@ def race(
             for other in sorted(losses, key=lambda r: losses[r])[len(alive) // 2 :]:
                 forget(other)
         alive, done = sorted(alive, key=lambda r: losses[r])[: len(alive) // 2], stop
-    best = next(one for one in reversed(legs) if one["rate"] == alive[0])
-    return [*(one for one in legs if one is not best), best]
+    best = next(run for run in reversed(legs) if run["rate"] == alive[0])
+    return [*(run for run in legs if run is not best), best]
 
 
 def rate_race(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: float, states: States) -> dict[str, Any]:
-    """Race rates over the whole run, or as many steps as the time allows."""
+    """Race rates over the whole run, or over the steps that the time allows."""
     states.save("begin")
     steps = _race_steps(trainer, plan, rates, until, states)
     stops = [round(share * steps) for share in STOPS]
@@ -223,10 +223,10 @@ def rate_race(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: fl
 
 
 def _race_steps(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: float, states: States) -> int:
-    """Return the steps of a race: the whole run, or as many as the time allows, estimated from two steps and a state.
+    """Return the steps of a race: the whole run, or those the time allows, estimated from two steps and a saved state.
 
     Raises:
-        ConfigError: they are too few.
+        ConfigError: the steps are too few.
     """
     start = time.monotonic()
     evaluate(trainer)
@@ -238,7 +238,7 @@ def _race_steps(trainer: Trainer, plan: RunPlan, rates: Sequence[float], until: 
     states.restore("begin")
     leg_s = eval_s + time.monotonic() - start
     left_s = until - time.monotonic() - (2 * len(rates) - 2) * leg_s
-    most = len(rates) * STOPS[0]  # steps of a race over those of its schedule
+    most = len(rates) * STOPS[0]  # steps of a race over its schedule's steps
     for n in range(1, len(STOPS)):
         most += len(rates) / 2**n * (STOPS[n] - STOPS[n - 1])
     grain = round(1 / STOPS[0])
@@ -260,7 +260,7 @@ def train_leg(trainer: Trainer, plan: RunPlan, rate: float, done: int, stop: int
 
     meter = MetricLines(trainer, stop)
     trainer.set_step, trainer.batches = begin, batches(trainer, part)
-    trainer.stop.told = trainer.stop.agreed = 0  # a rate before it may have failed
+    trainer.stop.told = trainer.stop.agreed = 0  # an earlier rate may have failed
     with reading(trainer.batches):
         train(trainer, meter, part, lambda _: None)
     failed = meter.failure is not None or not meter.evals or not math.isfinite(meter.evals[-1])

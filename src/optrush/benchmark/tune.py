@@ -1,10 +1,10 @@
 """Choose a run's techniques by measuring: the plan's best settings, each proved against the plain baseline and timed.
 
-CONFIG -> the search of `optrush plan`, with what the run learns pinned -> rungs: the plain baseline, the configuration
-as it is, the settings -> `runner.run_rungs`, fresh processes and interleaved repeats within a budget -> the fastest one
-that is proved, or the configuration as it is.
+CONFIG -> the search of `optrush plan`, with a fixed training result -> rungs: the plain baseline, the current
+configuration, the settings -> `runner.run_rungs`, fresh processes and interleaved repeats within a budget -> the
+fastest proved setting, or the current configuration.
 
-A ladder has one rung a technique and measures all of them equally. Here rungs are whole settings: one that is wrong,
+A ladder has one rung per technique and measures all of them equally. Here rungs are whole settings: one that is wrong,
 runs out of memory or is slow is not measured again, and the remaining time goes to those near the fastest.
 """
 
@@ -33,22 +33,22 @@ from optrush.technique import Numerics, Part, instantiate
 from optrush.techniques import ALL
 
 BASELINE, AS_IT_IS = "plain baseline", "as it is"
-BEST = 5  # settings of the plan
-REPEATS, WARMUP, FEWEST, MOST = 3, 3, 4, 40  # processes of a setting; steps before, and timed in one
-MEASURED_S = 60.0  # timed steps of all processes together
-NEAR = 0.9  # of the fastest speed so far, below which a setting is not measured again
-PROCESS_S, COMPILE_S = 12.0, 45.0  # of a process besides its steps, and of compiling; assumed, for the first estimate
+BEST = 5  # settings from the plan
+REPEATS, WARMUP, FEWEST, MOST = 3, 3, 4, 40  # processes per setting; warm-up steps, fewest and most timed steps in each
+MEASURED_S = 60.0  # seconds of timed steps in all processes together
+NEAR = 0.9  # share of the fastest speed so far below which a setting is not measured again
+PROCESS_S, COMPILE_S = 12.0, 45.0  # seconds of a process besides its steps, and of compiling; assumed first estimates
 LATE = "not measured: it would exceed the budget"
-DROPOUT = "dropout"  # an option of techniques that decide what is learnt
+DROPOUT = "dropout"  # an option of techniques that choose the trained parameters
 DRAWING = frozenset(c.name for c in ALL if c.draws)
-PLAN = "tune.json"  # the rungs, so that a tuning that goes on has the same ones
-MARK = "# optrush tune: "  # the first line of a file that a tuning wrote, and may write again
+PLAN = "tune.json"  # the rungs, kept for a resumed tuning
+MARK = "# optrush tune: "  # first line of a tuning's file, which a tuning may overwrite
 
-_Given = tuple[str, str | None, int, Config]  # name, the rung it is compared with, ranks, configuration
+_Given = tuple[str, str | None, int, Config]  # name, reference rung, ranks, configuration
 
 
 class TuneState(BenchState):
-    """The rungs of a tuning with a shared budget of seconds, which includes an earlier tuning's results."""
+    """The rungs of a tuning with a shared budget in seconds, which includes an earlier tuning's results."""
 
     budget_s: float = 600.0
     leaves_out: ClassVar[bool] = False
@@ -62,14 +62,14 @@ class TuneState(BenchState):
         return "run the same command to continue"
 
     def required(self, rung: Rung) -> bool:
-        return False  # another setting may still run
+        return False  # another setting can still run
 
     @property
     def spent_s(self) -> float:
         return sum(float(r.get("seconds", 0.0)) for results in self.results.values() for r in results)
 
     def missing(self) -> list[tuple[int, Rung]]:
-        """Return the measurements still useful and within the budget; the configuration's first is always included."""
+        """Return the useful measurements within the budget; the configuration's first is always included."""
         left, spent, order = [], self.spent_s, super().missing()
         names = self._near() if any(n for n, _ in order) else set()
         for n, rung in order:
@@ -78,19 +78,19 @@ class TuneState(BenchState):
             then = spent + self.expected_s(rung)
             if then <= self.budget_s or (n == 0 and rung.name in (BASELINE, AS_IT_IS)):
                 left.append((n, rung))
-                spent = then  # one that does not fit leaves its time to those behind it
+                spent = then  # later ones may use the time of one that does not fit
         return left
 
     def _near(self) -> set[str]:
-        """Return the rungs that may be the fastest, and the configuration as it is."""
-        found = {r.rung: r for r in self.records()}
-        speeds = {name: r.tokens_per_s for name, r in found.items() if r.tokens_per_s and not wrong_or_failed(r)}
+        """Return the rungs that can be the fastest, and the current configuration."""
+        measured = {r.rung: r for r in self.records()}
+        speeds = {name: r.tokens_per_s for name, r in measured.items() if r.tokens_per_s and not wrong_or_failed(r)}
         best = max((v for name, v in speeds.items() if name != BASELINE), default=0.0)
-        untried = {rung.name for rung in self.rungs if rung.name not in found}
+        untried = {rung.name for rung in self.rungs if rung.name not in measured}
         return {name for name, v in speeds.items() if v >= NEAR * best} | untried | {AS_IT_IS}
 
     def expected_s(self, rung: Rung) -> float:
-        """Return the seconds of a rung's process, from its earlier ones, else from the plan."""
+        """Return the seconds of a rung's process, from earlier ones, else from the plan."""
         took = [float(r["seconds"]) for r in self.results.get(rung.name, []) if "seconds" in r]
         if took:
             return took[-1]
@@ -105,13 +105,13 @@ class Tried:
     """A setting with its plan, measurement and outcome."""
 
     name: str
-    changes: str  # to the configuration as it is
+    changes: str  # from the current configuration
     config: Config
     planned_tokens_per_s: float | None
     planned_peak_bytes: int | None
     tokens_per_s: float | None = None
     peak_bytes: int | None = None
-    ratio: float | None = None  # to the configuration as it is
+    ratio: float | None = None  # to the current configuration
     outcome: str = "not measured"
 
 
@@ -121,17 +121,17 @@ class Tuned:
 
     config: Config  # to train with
     winner: str
-    ratio: float | None  # of the winner to the configuration as it is; None: that has no figure
+    ratio: float | None  # of the winner to the current configuration; None: that has no figure
     proof: Mapping[str, Any] | None  # of the winner, against the plain baseline
     spent_s: float
     tried: tuple[Tried, ...]
     out: Path
-    planned_s: float  # of what is still to be measured
+    planned_s: float  # of the remaining measurements
     notes: tuple[str, ...]
 
     @property
     def pays_back_s(self) -> float | None:
-        """Return the seconds of training until the winner has saved the tuning's time; None: never."""
+        """Return the seconds of training after which the winner has saved the tuning's time; None: never."""
         return None if self.ratio is None or self.ratio <= 1 else self.spent_s / (self.ratio - 1)
 
     def sentence(self) -> str:
@@ -159,7 +159,7 @@ def tune_config(
     """Measure the plan's best settings of a configuration and write the fastest proved one to `out`.
 
     Args:
-        budget_s: seconds of all processes together, those of a tuning that is continued included.
+        budget_s: seconds of all processes together, including those of a resumed tuning.
         dry: only plan; nothing is measured or written.
 
     Raises:
@@ -197,7 +197,7 @@ def check_out(out: Path) -> Path:
     """Return the folder for the records of a tuning that writes `out`.
 
     Raises:
-        ConfigError: `out` cannot be written, or is a file of another kind.
+        ConfigError: `out` cannot be written, or is not a tuning's file.
     """
     asked = f"--out {out}"
     if out.suffix not in (".yaml", ".yml"):
@@ -210,7 +210,7 @@ def check_out(out: Path) -> Path:
 
 
 def _as_it_is(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration as `optrush train` trains it, with its method as techniques."""
+    """Return the configuration of `optrush train`, with its method as techniques."""
     decided = decide(config, ranks=ranks)
     planned = spelled_out(decided.config)
     owners = {c.name for c in ALL if Part.MICRO_BATCH in c.claims}
@@ -219,7 +219,7 @@ def _as_it_is(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
 
 
 def _refuse_folder(folder: Path) -> None:
-    """Raise ConfigError for a folder with more in it than a tuning that was killed at once leaves."""
+    """Raise ConfigError for a folder with more files than an immediately killed tuning leaves."""
     begun = (folder / RUNGS, folder / f"{PLAN}.tmp")
     if folder.exists() and (not folder.is_dir() or any(path not in begun for path in folder.iterdir())):
         found = f"{folder} exists without tuning records"
@@ -227,10 +227,10 @@ def _refuse_folder(folder: Path) -> None:
 
 
 def _stored(folder: Path, config: Config, ranks: int) -> list[Rung] | None:
-    """Return the rungs of an earlier tuning of the same configuration; None: there is none.
+    """Return the rungs of an earlier tuning of the same configuration; None: no earlier tuning.
 
     Raises:
-        ConfigError: the earlier one was of another configuration, or its file is damaged.
+        ConfigError: the earlier configuration differs, or its file is damaged.
     """
     if not (folder / PLAN).is_file():
         return None
@@ -253,32 +253,32 @@ def _unfit(folder: Path, found: str) -> ConfigError:
 
 
 def kept_techniques(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the techniques that change the training result: other maths, or other trained weights."""
+    """Return the techniques that change the training result: different maths, or different trained weights."""
     names = [t.name for t in instantiate(ALL, config.with_) if t.numerics is Numerics.DIFFERENT_MATHS]
     return {name: dict(config.with_[name]) for name in names}
 
 
 def plan_rungs(config: Config, ranks: int = 1) -> tuple[list[Rung], tuple[str, ...]]:
-    """Return the plain baseline, the configuration and the plan's best settings as rungs, and what is left out and why.
+    """Return the plain baseline, the configuration and the plan's best settings as rungs, and notes on omissions.
 
-    The search may change the micro-batch and all techniques that keep the training result.
+    The search can change the micro-batch and all techniques that keep the training result.
     """
     refuse_sampled(config, "`optrush tune`")
     kept = kept_techniques(config)
-    found = search.search(
+    searched = search.search(
         config, keep_maths=True, best=BEST, ranks=ranks, whole=False, here=True, rough=True, keep=kept
     )
-    own = _setting(config)
-    settings = [one for s in found.settings if _setting(one := with_setting(config, s)) != own]
-    slowest = max((s.prediction.step_s or 0.0 for s in found.settings), default=0.0)
+    current = _setting(config)
+    settings = [candidate for s in searched.settings if _setting(candidate := with_setting(config, s)) != current]
+    slowest = max((s.prediction.step_s or 0.0 for s in searched.settings), default=0.0)
     share_s = MEASURED_S / (REPEATS * (len(settings) + 1))
     steps = min(MOST, max(FEWEST, round(share_s / slowest))) if slowest else FEWEST
     rungs: list[_Given] = [(f"setting {n}", AS_IT_IS, ranks, _timed(s, steps)) for n, s in enumerate(settings, 1)]
     plain = changed(config, {"with": kept, "batch.micro_tokens": config.batch.seq})
-    if ranks == 1 and _setting(plain) == own:
+    if ranks == 1 and _setting(plain) == current:
         return _rungs([(AS_IT_IS, None, ranks, _timed(config, steps)), *rungs]), ()
-    if (why := _obstacle(plain)) is not None:
-        note = f"without the plain baseline ({why}): compared with the configuration itself"
+    if (reason := _obstacle(plain)) is not None:
+        note = f"without the plain baseline ({reason}): compared with the configuration itself"
         return _rungs([(AS_IT_IS, None, ranks, _timed(config, steps)), *rungs]), (note,)
     first: list[_Given] = [(BASELINE, None, 1, _timed(plain, 1)), (AS_IT_IS, BASELINE, ranks, _timed(config, steps))]
     return _rungs([*first, *rungs]), ()
@@ -299,7 +299,7 @@ def _obstacle(plain: Config) -> str | None:
 
 
 def _timed(config: Config, steps: int) -> Config:
-    """Return the configuration of so many timed steps, without random values: they differ between layouts of rows."""
+    """Return the configuration of the timed steps, without random values, which differ between layouts of rows."""
     kept = {name: o for name, o in config.with_.items() if name not in DRAWING}
     with_ = {name: {k: 0.0 if k == DROPOUT else v for k, v in o.items()} for name, o in kept.items()}
     length = {"train.steps": WARMUP + steps, "train.epochs": 1.0, "train.log_every": 1}
@@ -325,14 +325,14 @@ def _ladder(rungs: list[Rung]) -> Ladder:
 
 
 def wrong_or_failed(r: Record) -> str | None:
-    """Return why a rung is rejected at any speed: it failed, or does not learn the same."""
+    """Return why a rung is rejected at any speed: it failed, or learns differently."""
     if r.error:
         return one_line(r.error)
     return next((reason for reason in r.red if reason.startswith("wrong")), None)
 
 
 def _unproved(state: TuneState, rung: Rung) -> str | None:
-    """Return why a finished rung is not proved; None: it is, or it is the reference."""
+    """Return why a finished rung is not proved; None: it is proved, or is the reference."""
     note = state.proofs(rung)[0].get("note")
     return None if state.baseline(rung) is rung else note
 
@@ -341,28 +341,28 @@ def _result(state: TuneState, given: Config, out: Path, notes: tuple[str, ...]) 
     """Return the choice, with the outcome of each setting."""
     records = {r.rung: r for r in state.records()}
     figures = {rung.name: state.figures(rung) for rung in state.rungs}
-    own, usable, tried = figures[AS_IT_IS], dict[str, float](), []
+    current, usable, tried = figures[AS_IT_IS], dict[str, float](), []
     own_wrong = wrong_or_failed(records[AS_IT_IS]) if AS_IT_IS in records else None
     for rung in state.rungs:
         plan, r, f = state.plan(rung), records.get(rung.name), figures[rung.name]
         outcome, ratio = LATE if state.results else "planned", None
-        if r is not None and (why := wrong_or_failed(r)):
-            outcome = f"refused: {why}"
+        if r is not None and (reason := wrong_or_failed(r)):
+            outcome = f"refused: {reason}"
         elif r is not None and f is not None:
-            ratio = None if own is None else f.tokens_per_s / own.tokens_per_s
+            ratio = None if current is None else f.tokens_per_s / current.tokens_per_s
             outcome = "measured"
             if rung.name not in (BASELINE, AS_IT_IS):
-                if why := _unproved(state, rung):
-                    outcome = f"refused: {why}"
-                elif own is None or own_wrong or faster(f, own):
+                if reason := _unproved(state, rung):
+                    outcome = f"refused: {reason}"
+                elif current is None or own_wrong or faster(f, current):
                     usable[rung.name], outcome = f.tokens_per_s, "faster"
                 else:
-                    outcome = f"refused: slower, {ratio:.2f}x" if faster(own, f) else "within the spread"
+                    outcome = f"refused: slower, {ratio:.2f}x" if faster(current, f) else "within the spread"
         planned = plan["predicted_tokens_per_s"], plan["predicted_peak_bytes"]
         measured = (None, None) if r is None else (r.tokens_per_s, r.peak_bytes)
         tried.append(Tried(rung.name, rung.changes, over(given, rung), *planned, *measured, ratio, outcome))
     winner = max(usable, key=lambda name: usable[name], default=AS_IT_IS)
-    if records and winner == AS_IT_IS and (own is None or own_wrong):
+    if records and winner == AS_IT_IS and (current is None or own_wrong):
         found = "; ".join(f"{t.name}: {t.outcome}" for t in tried)
         raise RunError("optrush tune", found, "fix the configuration first: optrush train CONFIG --dry-run")
     proof = records[winner].proof if winner in records else None
@@ -374,7 +374,7 @@ def _result(state: TuneState, given: Config, out: Path, notes: tuple[str, ...]) 
 
 
 def over(given: Config, rung: Rung) -> Config:
-    """Return the configuration with a rung's techniques and micro-batch, and everything else as given."""
+    """Return the configuration with only a rung's techniques and micro-batch changed."""
     with_ = {name: dict(options) for name, options in rung.config.with_.items()}
     for name, options in given.with_.items():
         if name in DRAWING:
@@ -386,29 +386,29 @@ def over(given: Config, rung: Rung) -> Config:
 
 # --- the batch by the gradient noise scale, and the learning rate by a race
 
-RATES = tuple(2.0**k for k in range(-4, 4))  # times `optim.lr`; a power of two of them
-DRAWN = 8  # micro-batches of a step of which the noise is measured
-ALONE = (Part.UPDATE, Part.CAPTURE, Part.DATA)  # owners leave no gradients of single micro-batches on one rank
+RATES = tuple(2.0**k for k in range(-4, 4))  # multiples of `optim.lr`; their number is a power of two
+DRAWN = 8  # micro-batches per step for the noise measurement
+ALONE = (Part.UPDATE, Part.CAPTURE, Part.DATA)  # their owners leave no gradients of single micro-batches on one rank
 
 
 def tune_number(config: Config, out: Path, kind: Literal["batch", "lr"], budget_s: float) -> tuple[str, dict[str, Any]]:
-    """Measure the batch or the learning rate of a configuration, and write it to `out` with that changed.
+    """Measure the batch or the learning rate of a configuration, and write the changed configuration to `out`.
 
     Args:
         budget_s: seconds.
 
     Returns:
-        The result as a sentence, and as values. Its curves are in the folder of the name of `out`.
+        The result as a sentence, and as values. Its curves are in the folder named like `out`.
 
     Raises:
         UserError: the configuration or a file must be changed.
-        RunError: the process failed, or too few steps determine nothing.
+        RunError: the process failed, or the steps are too few for a result.
     """
     folder = check_out(out)
     if kind == "lr" and config.data.eval is None:
         raise ConfigError("--lr", "no `data.eval`: rates compete for the lowest held-out loss", "add data.eval: 0.1")
     given, _ = _as_it_is(config, 1)
-    given = decide(given).config  # with the rate of its method
+    given = decide(given).config  # with its method's rate
     states, written = folder / "states", (f"{kind}.json", f"{kind}.png")
     ours = {*written, states.name, runner.LOCK}
     request = trial_request(given, kind) | {"states": str(states.absolute()), "budget_s": budget_s}
@@ -477,7 +477,7 @@ def _batch(config: Config, result: Mapping[str, Any]) -> Chosen:
     return sentence, {"batch.tokens": tokens}, [Series("noise scale", result["running"])], "tokens"
 
 
-SURE = 8  # steps to the first stop of a race; of four with 4 one picked a rate with 4 % more loss (docs/tune.md)
+SURE = 8  # steps to the first stop of a race; with 4, one of four races chose a rate with 4 % more loss (docs/tune.md)
 
 
 def _rate(config: Config, result: Mapping[str, Any]) -> Chosen:

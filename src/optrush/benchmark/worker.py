@@ -1,9 +1,9 @@
 """Measure one rung once, in a separate process: `python -m optrush.benchmark.worker REQUEST.json RESULT.json`.
 
-resolve -> build -> copy the initial state to the host -> the proof: a few training steps on documents that are the same
-in every rung -> restore the initial state -> warm up and time, through the real training loop -> RESULT.json -> a few
-more steps under the profiler -> RESULT.json again, with their parts.
-Nothing is written to the run's output. A failure is a result too; a process that is killed before leaves none.
+resolve -> build -> copy the initial state to the host -> the proof: a few training steps on the same documents in every
+rung -> restore the initial state -> warm up and time, through the real training loop -> RESULT.json -> a few more steps
+under the profiler -> RESULT.json again, with their parts.
+Nothing is written to the run's output. A failure is a result too; a process killed before it leaves no result.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from optrush.trainer.trainer import RunPlan, TrainedParam, Trainer, set_step, tr
 
 UNPROVED = "no proof: not requested at this length"
 ENDED = "the process ended under the profiler"
-PROFILED, PROFILED_S = 3, 1.0  # limits of profiled steps and seconds, after one more step
-SKETCH_WIDTH = 4093  # a prime: the values of one column of a matrix are added to many sums
+PROFILED, PROFILED_S = 3, 1.0  # limits of profiled steps and seconds, after one extra step
+SKETCH_WIDTH = 4093  # a prime: spreads the values of a matrix column over many sums
 SKETCH_PIECE = 1024 * SKETCH_WIDTH  # values at a time
 
 
@@ -84,11 +84,11 @@ def measure(
         config: the rung; its `train.steps` are the warm-up and the timed steps.
         baseline: the rung with the proof's documents.
         proof_steps: 0: no proof.
-        keep: stores the result before the profiler runs, under which a process may die.
+        keep: stores the result before the profiler runs, which can kill a process.
         rehearse: run the largest step and an evaluation first, like a run; then no evaluation.
 
     Raises:
-        UserError: the rung cannot be built, or has no memory for its largest step.
+        UserError: the rung cannot be built, or its largest step does not fit in memory.
     """
     resolved = decide(config)
     trainer = build(resolved)
@@ -112,10 +112,10 @@ def measure(
             proof |= proof_losses(trainer, window, proof_steps)
             initial.restore()
         if trainer.world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # the proof may have had more micro-batches than a step of the rung
+            torch.cuda.reset_peak_memory_stats()  # the proof can have more micro-batches than a step of the rung
         meter = loop(trainer, plan)
     memory = _most({**meter.memory(), "host_peak_bytes": resident()})
-    if initial is not None:  # a technique may behave differently only during the proof: its first step is repeated
+    if initial is not None:  # repeat the proof's first step: a technique could behave differently only during the proof
         initial.restore()
         proof["again"] = proof_losses(trainer, window, 1)
     timed = [line for line in meter.lines if line["step"] > warmup]
@@ -142,7 +142,7 @@ def measure(
         "changed": trainer.describe(),
         "environment": versions(),
     }
-    if not warmup:  # then these were first steps, which compile
+    if not warmup:  # these were first steps, which compile
         return result
     if trainer.world.rank == 0:
         keep({**result, "parts_note": ENDED})
@@ -150,7 +150,7 @@ def measure(
 
 
 def _most(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return the largest of each number over all ranks."""
+    """Return the maximum of each number over all ranks."""
     told = [json.loads(text) for text in distributed.gather(json.dumps(figures))]
     return {k: max(other[k] for other in told) if isinstance(v, int | float) else v for k, v in figures.items()}
 
@@ -176,7 +176,7 @@ class MetricLines(Meter):
 
 
 def loop(trainer: Trainer, plan: RunPlan) -> MetricLines:
-    """Train on `trainer.batches` as a run does, and return the lines of its metrics."""
+    """Train on `trainer.batches` like a run; return the lines of its metrics."""
     meter = MetricLines(trainer, plan.total)
     trainer.set_step = partial(set_step, trainer, steps=plan.total)
     train(trainer, meter, plan, lambda _: None)
@@ -186,30 +186,30 @@ def loop(trainer: Trainer, plan: RunPlan) -> MetricLines:
 
 
 def _count_fill(steps: Iterator[list[Batch]], fills: list[float]) -> Iterator[list[Batch]]:
-    """Yield the same steps, and append the fraction of filled slots of each."""
+    """Yield the steps unchanged, and append the fraction of filled slots of each."""
     for step in steps:
         fills.append(sum(b.n_tokens for b in step) / sum(b.tokens.numel() for b in step))
         yield step
 
 
 def _profile(trainer: Trainer, marks: RegionMarks, plan: RunPlan, step_s: float) -> dict[str, Any]:
-    """Return the seconds of a step by part, or why there are none; runs after all other measurements."""
+    """Return the seconds of a step by part, or why they are missing; call it after all other measurements."""
     steps = max(1, min(PROFILED, plan.total - 1, int(PROFILED_S / float(distributed.from_first(str(step_s))))))
     short = RunPlan(trainer, plan.length._replace(steps=1 + steps))
     try:
         trainer.batches = batches(trainer, short)
         with reading(trainer.batches), marks.watching() as spans:
             loop(trainer, short)
-        within, whole = steady(spans)
-        if whole != steps:
-            return {"parts_note": f"the profiler saw {whole} whole steps of {steps}"}
+        within, seen = steady(spans)
+        if seen != steps:
+            return {"parts_note": f"the profiler saw {seen} whole steps of {steps}"}
         return {"parts_s": {part: total / steps for part, total in part_seconds(within).items()}}
     except Exception as error:  # the rung's figures do not depend on it
         return {"parts_note": describe_error(error)}
 
 
 class InitialState:
-    """The state of a trainer before the proof, on the host, so that timing starts from it."""
+    """A trainer's state before the proof, on the host; timing starts from it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -234,7 +234,7 @@ class InitialState:
 
 
 def first_documents(trainer: Trainer, resolved: Decided, baseline: Config, count: int) -> list[tuple[int, Document]]:
-    """Return the baseline's first documents by sample index; read again only if the rung reads others."""
+    """Return the baseline's first documents by sample index; read them again only if the rung's differ."""
     config, source = trainer.config, trainer.stream.source
     same = ("data", "objective", "batch", "seed")
     if not trainer.layout.uncut or any(getattr(config, name) != getattr(baseline, name) for name in same):
@@ -248,7 +248,7 @@ def first_documents(trainer: Trainer, resolved: Decided, baseline: Config, count
 def proof_window(
     trainer: Trainer, documents: Sequence[tuple[int, Document]], most: int
 ) -> tuple[list[Batch], str | None]:
-    """Return the proof's micro-batches; or none, and why these documents cannot prove this rung."""
+    """Return the proof's micro-batches; or none, and why these documents cannot prove the rung."""
     if any(t.local.is_meta for t in trainer.trained):
         return [], "no proof: an engine keeps the weights and cannot restore them for timing"
     longest = int(DocumentList(documents, trainer.stream.source.parts).lengths().max())
@@ -269,10 +269,10 @@ def proof_window(
 
 
 def lay_out(trainer: Trainer, documents: Sequence[tuple[int, Document]], most: int) -> list[Batch]:
-    """Return the documents in whole micro-batches of the rung's own layout, filled up with empty rows.
+    """Return the documents in whole micro-batches of the rung's own layout, padded with empty rows.
 
     Args:
-        most: documents that fit in a row of the rung: with it, compiled code gets the same shapes.
+        most: documents that fit in a row of the rung, so that compiled code gets the same shapes.
     """
     rows, ranks = trainer.env.micro_rows, trainer.world.data_ranks
     source = DocumentList(documents, trainer.stream.source.parts)
@@ -282,15 +282,15 @@ def lay_out(trainer: Trainer, documents: Sequence[tuple[int, Document]], most: i
         stream.reference = dpo_reference.passed(trainer, source, "pairs of the proof")
     plan = stream.plan(epochs=1)
     plan = plan._replace(widest=max(most, plan.widest))
-    whole = trainer.env.accumulation if Part.PP in trainer.env.claimed else 1  # stages take turns with whole windows
+    multiple = trainer.env.accumulation if Part.PP in trainer.env.claimed else 1  # stages take turns with whole windows
     share = {"rank": trainer.world.data_rank, "ranks": ranks, "micro_rows": rows}
-    steps = -(-plan.steps // whole) * whole  # rows beyond the end are empty
+    steps = -(-plan.steps // multiple) * multiple  # rows beyond the end are empty
     return [b for k in range(steps) for b in stream.batches(k, plan, **share)]
 
 
 @dataclass(frozen=True)
 class DocumentList:
-    """Documents in memory as a source; those of a pair follow each other."""
+    """A source of documents in memory; the two of a pair are consecutive."""
 
     numbered: Sequence[tuple[int, Document]]
     parts: int = 1
@@ -320,7 +320,7 @@ class DocumentList:
 def proof_losses(trainer: Trainer, window: list[Batch], steps: int) -> dict[str, Any]:
     """Return losses and gradient norms of steps on one window at a constant rate, and the first gradient's sketch.
 
-    A skipped update only changed the loss scale: the step is repeated.
+    A skipped update changes only the loss scale: its step is repeated.
     """
     gradient: dict[str, str] | None = None
     losses: list[float | None] = []
@@ -345,14 +345,14 @@ def proof_losses(trainer: Trainer, window: list[Batch], steps: int) -> dict[str,
 def sketch(trainer: Trainer) -> dict[str, str]:
     """Return SKETCH_WIDTH sums in place of a gradient's billions of values, for results.cosine to estimate angles.
 
-    Each value, with a random sign, is added to those whose index, shifted by a number of its tensor, has the same
-    remainder by the width. Such sums keep inner products on average; the squared distance of two gradients is estimated
-    within about 2 %, the root of 2 / SKETCH_WIDTH, or about 6 % where a few values dominate it. Source: Alon, Matias
-    and Szegedy, https://doi.org/10.1006/jcss.1997.1545.
+    A value's index, shifted by a number for its tensor, modulo the width selects its sum; it is added with a random
+    sign. Such sums preserve inner products on average; the squared distance of two gradients is estimated within about
+    2 %, the root of 2 / SKETCH_WIDTH, or about 6 % if a few values dominate it. Source: Alon, Matias and Szegedy,
+    https://doi.org/10.1006/jcss.1997.1545.
 
-    Names and layout are those of an export, so that a fused parameter compares with the tensors that it is made of.
-    Signs depend on the device and on torch: sketches compare within one ladder. After an update in the backward pass
-    there is no gradient left.
+    Names and layout are those of an export, so that a fused parameter compares with its separate tensors. Signs depend
+    on the device and on torch: sketches compare within one ladder. After an update in the backward pass there is no
+    gradient left.
 
     Returns:
         {"of": a digest of the tensors' names, the device and torch, "sums": (SKETCH_WIDTH,) float32, in base64}.
@@ -374,7 +374,7 @@ def sketch(trainer: Trainer) -> dict[str, str]:
 
 
 def exported_gradients(trainer: Trainer, t: TrainedParam) -> Iterator[tuple[str, Tensor]]:
-    """Yield the gradient of a parameter under its exported names, or unchanged without one."""
+    """Yield the gradient of a parameter under its exported names; unchanged without such names."""
     grad = t.whole_grad
     if grad is not None and t.name in trainer.weight_map.entries:
         yield from trainer.weight_map.split(t.name, grad)
@@ -385,16 +385,16 @@ def exported_gradients(trainer: Trainer, t: TrainedParam) -> Iterator[tuple[str,
 # --- the parts of a step
 #
 # The loop's own steps run under torch's profiler, after every other measurement. Head and update are recognized by
-# place: marks in the device's queue show where they begin and end. Everything else is recognized by the name of the
-# kernel, on a CPU of the operator. A matmul with an epilogue (an activation, a sum) counts as a product; so do the
-# products of attention that stores all scores, because their names are the same: then no time is attention's.
+# place: marks in the device's queue show their beginning and end. Everything else is recognized by the name of the
+# kernel, or on a CPU of the operator. A matmul with an epilogue (an activation, a sum) counts as a product; so do the
+# matmuls of attention that stores all scores, because their names are the same: then attention has no time.
 
 # An operator on one number puts a mark into the queue, and into a CUDA graph during its capture; training uses none of
-# these operators, so the name is enough. (region, 1 where it begins, -1 where it ends); and the end of a step.
+# these operators, so the name is enough. (region, 1 at its beginning, -1 at its end); and the end of a step.
 MARKS = {"asinh": ("head", 1), "acosh": ("head", -1), "atanh": ("optimizer", 1), "acos": ("optimizer", -1)}
 STEP = "asin"
 MARK = re.compile(rf"\b({'|'.join((*MARKS, STEP))})_")
-FUSED = re.compile(r"^triton_(poi|red|per|for)_")  # the compiler's, named after the operators that they fuse
+FUSED = re.compile(r"^triton_(poi|red|per|for)_")  # the compiler's kernels, named after their fused operators
 ATTENTION = re.compile(r"attention|attn|flash|fmha|sdpa", re.IGNORECASE)
 PRODUCT = re.compile(
     r"gemm|nvjet|xmma|cublas|split_?k|triton_(tem|mm)|(::|_)(add|b|baddb|scaled_|int_)?mm\b|::(matmul|linear)",
@@ -404,7 +404,7 @@ COPY = re.compile(r"^Mem(cpy|set)")
 
 
 class ProfiledSpan(NamedTuple):
-    """The run of a kernel or an operator, in microseconds."""
+    """The execution of a kernel or an operator, in microseconds."""
 
     start: float
     end: float
@@ -424,7 +424,7 @@ class RegionMarks:
         trainer.optimizer.step = self._around(trainer.optimizer.step)  # type: ignore[method-assign]
 
     def put(self, name: str) -> None:
-        """Put the mark of that operator into the device's queue."""
+        """Put an operator's mark into the device's queue."""
         if self.watched or (self.cuda and torch.cuda.is_current_stream_capturing()):
             with torch.no_grad():
                 getattr(self.place, f"{name}_")()
@@ -468,8 +468,8 @@ class RegionMarks:
 def steady(spans: Sequence[ProfiledSpan]) -> tuple[Sequence[ProfiledSpan], int]:
     """Return the kernels between the ends of the first and the last step, and the number of steps.
 
-    The first step is left out because the profiler starts in it: it has gaps of 15 to 27 ms, at any length of a step,
-    which are likely the profiler's (docs/log: one H200).
+    The first step is left out because the profiler starts in it: it has gaps of 15 to 27 ms at any step length,
+    probably the profiler's (docs/log: one H200).
     """
     ends = [s.end for s in spans if (mark := MARK.search(s.name)) and mark[1] == STEP]
     if not ends:
@@ -484,7 +484,7 @@ def _outer_first(span: ProfiledSpan) -> tuple[float, float]:
 
 
 def part_seconds(spans: Sequence[ProfiledSpan]) -> dict[str, float]:
-    """Return seconds by part, and of the gaps between the first span and the last.
+    """Return the seconds of each part, and of the gaps between the first and the last span.
 
     A moment belongs to the running span that began last: on a CPU the innermost operator, on a GPU the later of two
     streams. A copy counts only while nothing computes.
@@ -505,8 +505,8 @@ def part_seconds(spans: Sequence[ProfiledSpan]) -> dict[str, float]:
 
 
 def _parts(spans: Iterable[ProfiledSpan]) -> Iterator[tuple[float, float, str, bool]]:
-    """Yield (start, end, part, whether it only copies) in the order of their start, without the marks."""
-    depth = {"optimizer": 0, "head": 0}  # the first wins: an update may run inside the head's backward pass
+    """Yield (start, end, part, whether it only copies) in order of start, without the marks."""
+    depth = {"optimizer": 0, "head": 0}  # the first wins: an update can run inside the head's backward pass
     for start, end, name in spans:
         if mark := MARK.search(name):
             if mark[1] != STEP:
@@ -518,7 +518,7 @@ def _parts(spans: Iterable[ProfiledSpan]) -> Iterator[tuple[float, float, str, b
 
 
 def part_of(name: str) -> str:
-    """Return the part to which a kernel or operator outside head and update belongs."""
+    """Return the part of a kernel or operator outside head and update."""
     if FUSED.match(name):
         return "elementwise"
     if ATTENTION.search(name):

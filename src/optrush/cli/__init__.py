@@ -1,1 +1,1 @@
-"""The command line: one file a group of verbs, `app` puts them together."""
+"""The command line: one file per group of verbs; `app` registers them."""

@@ -51,16 +51,16 @@ VERBS = {
 
 
 class Verbs(dict[str, Any]):
-    """The commands by name; a command's module is imported at its first use, which keeps `--help` quick."""
+    """The commands by name; a command's module is imported at its first use, to keep `--help` quick."""
 
     def __missing__(self, name: str) -> Any:
         module, _, function = VERBS[name][0].partition(":")
-        found = getattr(importlib.import_module(f"optrush.cli.{module}"), function)
-        if not isinstance(found, typer.Typer):
+        verb = getattr(importlib.import_module(f"optrush.cli.{module}"), function)
+        if not isinstance(verb, typer.Typer):
             alone = typer.Typer(rich_markup_mode=None, add_completion=False)
-            alone.command(name)(found)
-            found = alone
-        self[name] = typer.main.get_command(found)
+            alone.command(name)(verb)
+            verb = alone
+        self[name] = typer.main.get_command(verb)
         self[name].name = name
         return self[name]
 
@@ -75,7 +75,7 @@ class Verbs(dict[str, Any]):
 
 
 class LazyGroup(typer.core.TyperGroup):
-    """The group of all verbs, which lists them without their modules."""
+    """The group of all verbs; lists them without importing their modules."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -110,21 +110,21 @@ def top(version: Annotated[bool, typer.Option("--version", help="print the versi
 
 
 def _of_rank(rank: str, text: str) -> str:
-    """Return an error of a rank with its number in the first line; of rank 0 as it is."""
+    """Return a rank's error with its number in the first line; rank 0's unchanged."""
     first, newline, rest = text.partition("\n")
     return text if rank == "0" else f"{first} (rank {rank}){newline}{rest}"
 
 
 def main() -> None:
-    """Parse sys.argv, run the verb, and exit with the code that the module's docstring lists."""
+    """Parse sys.argv, run the verb, and exit with a code of the module's docstring."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
-    # Threads that wait for each other spin for a moment, then sleep: for long, they take the cores that they wait for,
-    # where others work there too; not at all, and each wait costs a wake-up (docs/log). Read once, as torch is loaded.
+            stream.reconfigure(errors="replace")  # unsupported characters become question marks
+    # Waiting threads spin for a moment, then sleep. Longer spinning occupies cores that other work needs; without
+    # spinning, each wait costs a wake-up (docs/log). The variable is read once, when torch is loaded.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    if "RANK" in os.environ:  # a lost connection is an error of three lines: its traces in C++ are not printed
+    if "RANK" in os.environ:  # a lost connection is an error of three lines, without C++ traces
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     logging.getLogger("DeepSpeed").addFilter(to_stderr)
     debug = "--debug" in sys.argv
@@ -133,18 +133,18 @@ def main() -> None:
     code = _run(debug)
     if "RANK" in os.environ or any(thread.name == TRACKER_THREAD for thread in threading.enumerate()):
         # Threads of gloo can outlive their process group and abort the process at Python's shutdown (once in a dozen
-        # two-rank runs on two cores); a tracker's blocked client would hold it up. All files are closed: leave at once.
+        # two-rank runs on two cores); a tracker's blocked client would delay it. All files are closed: exit at once.
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # the disk of the log is full: the exit code stays
+            with suppress(OSError):  # the log's disk is full: keep the exit code
                 stream.flush()
         os._exit(code)
     sys.exit(code)
 
 
 def to_stderr(record: logging.LogRecord) -> bool:
-    """Print a warning of DeepSpeed's logger, which writes to standard output: there `--json` promises one document.
+    """Move DeepSpeed's warnings from standard output, where `--json` promises one document, to standard error.
 
-    Other libraries import DeepSpeed where it is installed, so its logger also prints in runs without it.
+    Other libraries import an installed DeepSpeed, so its logger also prints in runs without it.
     """
     if record.levelno >= logging.WARNING:
         print(record.getMessage(), file=sys.stderr)
@@ -152,7 +152,7 @@ def to_stderr(record: logging.LogRecord) -> bool:
 
 
 def _complain(text: str) -> None:
-    """Print to standard error, unless the disk that it goes to is full or the terminal has closed."""
+    """Print to standard error, unless its disk is full or the terminal is closed."""
     try:
         print(shown(text), file=sys.stderr, flush=True)
     except OSError as error:
@@ -191,7 +191,7 @@ def _run(debug: bool) -> int:
 
 
 def _of_plugin(error: Exception) -> UserError | RunError | None:
-    """Return the error of a technique of another package, by the innermost call that has to do with it, or a loss."""
+    """Return the error that blames another package's technique, by its innermost call, or a user's loss."""
     from optrush.objectives.plugged import blame
     from optrush.techniques import ALL, OWN
 
@@ -202,7 +202,7 @@ def _of_plugin(error: Exception) -> UserError | RunError | None:
     names = [frame.f_code.co_name for frame, _ in calls]
     for frame, line in reversed(calls if packages else []):
         held = [value for value in frame.f_locals.values() if hasattr(value, "__dict__")]
-        # What it has put in the place of the trainer's own functions may fail as it is called, without a frame.
+        # A callable that it put in place of a trainer's function can fail when called, without a frame of its own.
         put = [part for value in held for part in vars(value).values() if callable(part)]
         kinds = [type(value) for value in held if type(value) in packages.values()]
         modules = [frame.f_globals.get("__name__"), *(getattr(part, "__module__", "") for part in put)]

@@ -100,7 +100,7 @@ def bench(
 
 
 def _planned_lines(planned: Sequence[PlannedRung], times: int) -> list[str]:
-    """Format the rungs with the plan's figures, and below each its changes or why it is refused."""
+    """Format the rungs with the plan's figures, and below each its changes or the reason of its rejection."""
     speeds = {p.rung.name: p.tokens_per_s for p in planned}
     width = max(len(p.rung.name) for p in planned)
     lines = [f"{'rung':<{width}}  ranks  planned tok/s  x since  planned GiB"]
@@ -109,8 +109,8 @@ def _planned_lines(planned: Sequence[PlannedRung], times: int) -> list[str]:
         ratio = f"{speed / before:.2f}" if speed and before else ""
         cells = (f"{speed:,.0f}" if speed else "-", ratio, f"{peak / GIB:.2f}" if peak else "-")
         lines.append(f"{rung.name:<{width}}  {rung.ranks:>5}  {cells[0]:>13}  {cells[1]:>7}  {cells[2]:>11}")
-        why = "; ".join(" ".join(part.split()) for part in (refused or "").splitlines())
-        lines.append(f"  refused: {why}" if refused else f"  {rung.changes}")
+        reason = "; ".join(" ".join(part.split()) for part in (refused or "").splitlines())
+        lines.append(f"  refused: {reason}" if refused else f"  {rung.changes}")
     ready = sum(p.refused is None for p in planned)
     return [*lines, f"{ready} rung{'s' * (ready != 1)}, {times} process{'es' * (times != 1)} each"]
 

@@ -1,4 +1,4 @@
-"""chat: talk to a model in the terminal, or to a base and what was trained from it side by side."""
+"""chat: talk to a model in the terminal, or to a base and its trained model side by side."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from optrush.generation import Answer, GenerationModel, ModelSource, Prompt
 
 
-WIDE = 100  # columns of a terminal from which two answers are printed in columns
+WIDE = 100  # minimum columns of a terminal for two answers side by side
 HELP = """\
 /system TEXT          another system prompt, and a new conversation
 /reset                a new conversation
@@ -84,9 +84,9 @@ def chat(
 
     source = find_model(model)
     sources = [base_of(source, "--base"), source] if base else [source]
-    own = GenerationModel(source)
-    models = [*(GenerationModel(s, own.tokenizer.chat_template) for s in sources[:-1]), own]
-    if not plain and own.template is None:
+    trained = GenerationModel(source)
+    models = [*(GenerationModel(s, trained.tokenizer.chat_template) for s in sources[:-1]), trained]
+    if not plain and trained.template is None:
         found, do = "its tokenizer has no chat template", "--plain continues what you write as it stands"
         raise ConfigError(f"to chat with {model}", found, do)
     session = Conversation(models, sampling, drawn(seed), system, plain)
@@ -101,21 +101,21 @@ def chat(
 
 
 class Conversation:
-    """One conversation with each model: the same questions, each with its own answers."""
+    """One conversation per model: the same questions, with each model's own answers."""
 
     def __init__(
         self, models: list[GenerationModel], sampling: Sampling, seed: int, system: str | None, plain: bool
     ) -> None:
         self.models, self.sampling, self.seed, self.system, self.plain = models, sampling, seed, system, plain
         self.asked = 0
-        self.images: list[Picture] = []  # of the next message
+        self.images: list[Picture] = []  # for the next message
         self.reset()
 
     def show(self, asked: str, file: Path) -> None:
-        """Give the next message an image.
+        """Add an image to the next message.
 
         Raises:
-            ConfigError: a text is continued, a model reads no images, or the file is none.
+            ConfigError: texts are continued, a model does not support images, or the file is not an image.
         """
         from optrush.data.images import Picture
         from optrush.errors import DataError
@@ -136,7 +136,7 @@ class Conversation:
         self.images.append(picture)
 
     def reset(self) -> None:
-        """Begin a new conversation."""
+        """Start a new conversation."""
         from optrush.data.schema import Message
 
         first = [] if self.system is None else [Message("system", self.system)]
@@ -144,10 +144,10 @@ class Conversation:
         self.texts = [""] * len(self.models)
 
     def turn(self, text: str, write: Callable[[int, str], None] | None = None) -> dict[str, Any]:
-        """Answer with every model; the turn is stored once all have answered.
+        """Answer with every model; store the turn after all answers.
 
         Args:
-            write: called with (model's number, piece of text); None: the terminal.
+            write: called with (index of the model, piece of text); None: the terminal.
         """
         from optrush.data.images import MARK
         from optrush.data.schema import Message, RowLocation
@@ -163,11 +163,11 @@ class Conversation:
             for n, model in enumerate(self.models):
                 answers.append(model.stream(ids[n], self.sampling, self.seed + self.asked, partial(shows, n)))
         self.asked += 1
-        self.images = []  # a refused message keeps its images for the next
+        self.images = []  # after a rejected message, the next one keeps its images
         for n, answer in enumerate(answers):
             if self.plain:
                 self.texts[n] += text + answer.text
-            elif answer.text.strip():  # templates have no turn without words
+            elif answer.text.strip():  # templates do not support empty turns
                 self.talks[n] += [user, Message("assistant", answer.text)]
         answered = [{"model": s.name, **dataclasses.asdict(a)} for s, a in zip(self.models, answers, strict=True)]
         return {"message": text, "answers": answered}
@@ -183,7 +183,7 @@ class Conversation:
         """Run /NAME; return the text to show, or None to leave.
 
         Raises:
-            ConfigError: no such command, or it cannot be done.
+            ConfigError: the command does not exist or fails.
         """
         from optrush.generation import home
 
@@ -220,7 +220,7 @@ class Conversation:
         try:
             with file.open("a", encoding="utf-8") as opened:
                 opened.write(json.dumps(row, ensure_ascii=False) + "\n")
-        except (OSError, ValueError) as error:  # a name with a zero in it
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the name
             found = getattr(error, "strerror", None) or f"{error}"
             raise ConfigError(f"/save {file}", found, "name another file") from None
         return f"appended to {file}"
@@ -247,7 +247,7 @@ def _converse(session: Conversation) -> None:
 
 
 def _lines(prompt: str) -> Iterator[str]:
-    """Yield the lines that are typed."""
+    """Yield the typed lines."""
     while True:
         try:
             yield input(prompt)
@@ -261,7 +261,7 @@ def _lines(prompt: str) -> Iterator[str]:
 
 
 class _Lines:
-    """Show answers one under the other, as they come."""
+    """Show streamed answers one below the other."""
 
     def __init__(self, names: list[str]) -> None:
         self.names, self.at = names, -1
@@ -282,7 +282,7 @@ class _Lines:
 
 
 class _Columns:
-    """Show two answers side by side; while they grow, their last lines, and all of them at the end."""
+    """Show two answers side by side: their last lines while they grow, all lines at the end."""
 
     def __init__(self, names: list[str]) -> None:
         from rich.console import Console
@@ -327,7 +327,7 @@ def _screen(models: list[GenerationModel]) -> _Lines | _Columns:
     return _Columns(names) if len(names) > 1 and wide else _Lines(names)
 
 
-# --- generate: answers to a file of prompts, by one model or two.
+# --- generate: answers to a file of prompts by one or two models.
 
 
 def generate(
@@ -390,17 +390,17 @@ def _write_answers(
     prompts: list[Prompt], source: ModelSource, other: ModelSource | None, sampling: Sampling, seed: int, batch: int,
     out: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Generate with one model after the other, and write each row when its answer is complete."""
+    """Generate with each model in turn, and write each row when its answers are complete."""
     from optrush.generation import generate_answers, template_of
 
     how: dict[str, Any] = {"sampling": sampling, "seed": seed, "batch": batch}
     others = None
     if other is not None:
-        found = generate_answers(other, prompts, template=template_of(source), **how)
-        others = list(passing(found, len(prompts), f"answers of {other.name}"))
-    part = out.with_name(out.name + ".part")  # stays when this is interrupted
+        stream = generate_answers(other, prompts, template=template_of(source), **how)
+        others = list(passing(stream, len(prompts), f"answers of {other.name}"))
+    part = out.with_name(out.name + ".part")  # kept after an interruption
     answers = passing(generate_answers(source, prompts, **how), len(prompts), f"answers of {source.name}")
-    first = next(answers)  # nothing is written before everything that can be refused was
+    first = next(answers)  # all checks come before the first write
     tokens = 0
     part.unlink(missing_ok=True)
     with part.open("x", encoding="utf-8") as file:
@@ -483,27 +483,27 @@ def export_command(
             facts["pushed"] = push_to_hub(Path(facts["out"]), push)
         print(json.dumps(facts) if as_json else facts.get("pushed", facts["out"]))
         return
-    found = export_run(
+    result = export_run(
         run, out, checkpoint=checkpoint, dtype=dtype, adapter=adapter, verifies=not no_verify,
         max_shard_bytes=1e9 * (5.0 if max_shard_gb is None else max_shard_gb),
     )  # fmt: skip
-    pushed = None if push is None else push_to_hub(found.out, push)
+    pushed = None if push is None else push_to_hub(result.out, push)
     if as_json:
-        print(json.dumps(found.facts() | ({} if pushed is None else {"pushed": pushed})))
+        print(json.dumps(result.facts() | ({} if pushed is None else {"pushed": pushed})))
         return
-    for name, why in found.passed:
-        print(f"{name} was passed over: {why}", file=sys.stderr)
-    print(f"step {found.step}, {found.dtype or 'an adapter'}, {found.size_bytes / 1e9:.2f} GB", file=sys.stderr)
+    for name, reason in result.passed:
+        print(f"{name} was passed over: {reason}", file=sys.stderr)
+    print(f"step {result.step}, {result.dtype or 'an adapter'}, {result.size_bytes / 1e9:.2f} GB", file=sys.stderr)
     if not no_verify:
-        print(found.compared or "an adapter's files are not compared: merge them to be sure", file=sys.stderr)
-    print(pushed or found.out)
+        print(result.compared or "an adapter's files are not compared: merge them to be sure", file=sys.stderr)
+    print(pushed or result.out)
 
 
 def _converted(
     run: Path, out: Path | None, gguf_type: Literal["f32", "f16", "bf16", "q8_0"] | None, checkpoint: str | None,
     verifies: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Export as a GGUF file, or in 8-bit floats where that has no type; return what --json prints."""
+    """Export as a GGUF file, or without `gguf_type` in 8-bit floats; return the document of --json."""
     from optrush.exporting import export_fp8, export_gguf
 
     if gguf_type is not None:

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from optrush.decide import Decided
 
 
-STREAMED = 1000  # rows that are read of a stream
-REFUSED = 10  # bad rows that are named
-LEARNT, READ, SPECIAL, PLAIN = "1;32", "2", ";7", "\x1b[0m"  # bold green, dim; and reversed
+STREAMED = 1000  # rows read from a stream
+REFUSED = 10  # bad rows that are listed
+LEARNT, READ, SPECIAL, PLAIN = "1;32", "2", ";7", "\x1b[0m"  # bold green, dim, reversed, reset
 
 
 def show(
@@ -76,11 +76,11 @@ def show(
     from optrush.data.images import thumbnails
 
     tokens = _tokens(prepared)
-    whole = _whole(prepared, tokens)
-    source = cast("Dataset", whole.train)
+    uncut = _whole(prepared, tokens)
+    source = cast("Dataset", uncut.train)
     lengths, T = source.lengths(), run.batch.seq
     facts: dict[str, Any] = {
-        "summary": (f"data.stream, the first {STREAMED} rows: " if run.data.stream else "") + whole.summary,
+        "summary": (f"data.stream, the first {STREAMED} rows: " if run.data.stream else "") + uncut.summary,
         "objective": run.objective, "seq": T, "too_long": run.data.too_long,
         "lengths": preview.length_summary(lengths, source.targets(), T),
     }  # fmt: skip
@@ -121,7 +121,7 @@ def pack(
     facts = {
         "summary": sources.summary,
         "counts": {name: part and asdict(part.counts) for name, part in parts.items()},
-        "refused": [{"where": str(where), "reason": why.found} for where, why in sources.refused[:REFUSED]],
+        "refused": [{"where": str(where), "reason": reason.found} for where, reason in sources.refused[:REFUSED]],
         "cache": sorted({str(path.parent) for path in made}),
         "cache_bytes": sum(path.stat().st_size for path in made),
         "fills": _fills(prepared, cast("Dataset", _whole(prepared, tokens).train)),
@@ -130,7 +130,7 @@ def pack(
 
 
 def _prepare(config: Config) -> Decided:
-    """Resolve the run with only those of its techniques that lay out rows, so that no GPU is needed."""
+    """Resolve the run with only its techniques for row layout, so that no GPU is needed."""
     from optrush.decide import changed, decide
     from optrush.technique import Part, instantiate
     from optrush.techniques import ALL
@@ -163,7 +163,7 @@ def _tokens(prepared: Decided) -> Tokens:
 
 
 def _whole(prepared: Decided, tokens: Tokens) -> Sources:
-    """Return the data with no sample cut to T; of a stream the beginning."""
+    """Return the data without truncation to T; for a stream its beginning."""
     config = prepared.config
     if config.data.stream:
         from optrush.decide import changed
@@ -216,8 +216,8 @@ def _rows(
     plan = stream.plan(None if config.train.steps else config.train.epochs, config.train.steps)
     _check(first, plan.rows, "rows")
     steps = range(first // env.rows, min(plan.steps, (first + count - 1) // env.rows + 1))
-    found = [(k * env.rows + b, row) for k in steps for b, row in enumerate(stream.step(k, plan)) if row]
-    wanted = [(g, row) for g, row in found if first <= g < first + count]
+    numbered = [(k * env.rows + b, row) for k in steps for b, row in enumerate(stream.step(k, plan)) if row]
+    wanted = [(g, row) for g, row in numbered if first <= g < first + count]
     return list(preview.describe_rows(source, tokens.tokenizer, wanted, env.seq, pictures))
 
 
@@ -227,7 +227,7 @@ def _check(first: int, n: int, what: str) -> None:
 
 
 def _print(text: str) -> None:
-    """Print text that may have characters outside the terminal's encoding."""
+    """Print text, with a replacement for characters outside the terminal's encoding."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding))
 
@@ -275,7 +275,7 @@ def _sample(sample: Mapping[str, Any], facts: Mapping[str, Any], colour: bool, b
 def _pack_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     columns = {name: counts for name, counts in facts["counts"].items() if counts is not None}
     yield " " * 14 + "".join(f"{name.replace('_', ' '):>14}" for name in columns)
-    for key in (name for name in columns["train"] if name != "keys"):  # those are in the summary
+    for key in (name for name in columns["train"] if name != "keys"):  # the summary has the keys
         yield f"{key.replace('_', ' '):<14}" + "".join(f"{counts[key]:>14,}" for counts in columns.values())
     yield from (f"refused {_plain(r['where'])}: {_plain(r['reason'])}" for r in facts["refused"])
     cache = f"cache {', '.join(map(_plain, facts['cache']))}: {facts['cache_bytes'] / 2**20:.1f} MiB"
@@ -290,7 +290,7 @@ def _pack_lines(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Return text in one line, control characters escaped."""
+    """Return text in one line, with escaped control characters."""
     from optrush.data.preview import visible
 
     return "".join(map(visible, text)).replace("\n", "")
@@ -308,7 +308,7 @@ def _text(pieces: Sequence[Mapping[str, Any]], colour: bool, borders: bool) -> l
     """Return the lines of a document, in colors or between marks."""
     from optrush.data.preview import BORDER, CLOSE, CLOSE_SPECIAL, OPEN, OPEN_SPECIAL, visible
 
-    whole, before = "", None
+    joined, before = "", None
     for piece in pieces:
         seen = "".join(map(visible, piece["text"]))
         learnt, border = piece["learnt"], BORDER if borders and before else ""
@@ -319,10 +319,10 @@ def _text(pieces: Sequence[Mapping[str, Any]], colour: bool, borders: bool) -> l
             was = before is not None and before["learnt"]
             seen = f"{OPEN_SPECIAL}{seen}{CLOSE_SPECIAL}" if piece["special"] else seen
             seen = CLOSE * (was and not learnt) + border + OPEN * (learnt and not was) + seen
-        whole, before = whole + seen, piece
+        joined, before = joined + seen, piece
     if not colour and before and before["learnt"]:
-        whole += CLOSE
-    return ["  " + line for line in whole.removesuffix("\n").split("\n")]
+        joined += CLOSE
+    return ["  " + line for line in joined.removesuffix("\n").split("\n")]
 
 
 # --- data clean
@@ -396,7 +396,7 @@ def _bare(data: Mapping[str, Any], model: Mapping[str, Any], sets: list[str], ob
 
 
 def _list_bad(config: Config, as_json: bool) -> None:
-    """Print the bad rows of a run's data; raise DataError where the run would not start with them."""
+    """Print the bad rows of a run's data; raise DataError if the run would not start with them."""
     from optrush.config import Cleaning
     from optrush.data.cleaning import Task, filters, measure_files
     from optrush.data.schema import row_rules
@@ -407,9 +407,9 @@ def _list_bad(config: Config, as_json: bool) -> None:
     with _bar() as progress:
         task = Task(Cleaning(), d.reading, row_rules(config), None, None)
         table = measure_files(_files(config, "to list bad rows"), task, d.workers, progress, strict=False)
-    bad = [{"file": str(where.file), "line": where.line, "reason": why} for _, where, why in table.bad]
+    bad = [{"file": str(where.file), "line": where.line, "reason": reason} for _, where, reason in table.bad]
     found = f"{len(bad):,} of {len(table):,} rows are bad"
-    lines = [*(f"{where}: {why}" for _, where, why in table.bad), found]
+    lines = [*(f"{where}: {reason}" for _, where, reason in table.bad), found]
     _print(json.dumps({"rows": len(table), "bad": len(bad), "bad_rows": bad}) if as_json else "\n".join(lines))
     if len(bad) > (d.most_bad * len(table) if d.bad_rows == "quarantine" else 0):
         share = math.ceil(1000 * len(bad) / len(table)) / 1000
@@ -426,7 +426,7 @@ def _files(config: Config, asked: str) -> list[Path]:
     if path is None:
         raise ConfigError(asked, "no `data.path`", "name a data file, or `path:` under `data:`")
     named = [p if isinstance(p, str) else p.path for p in ([path] if isinstance(path, str) else path)]
-    return list(dict.fromkeys(file for one in named for file in readers.find_files(one, cache)))
+    return list(dict.fromkeys(file for name in named for file in readers.find_files(name, cache)))
 
 
 def _clean(config: Config, folder: Path) -> dict[str, Any]:
@@ -461,11 +461,11 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _cleaning_folder(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
-    """Yield a folder to write into, which becomes `out` at the end and replaces an earlier cleaning; removed on error.
+    """Yield a folder to write into; rename it to `out` at the end, over an earlier cleaning; remove it on error.
 
     A killed process leaves nothing unfinished under the final name.
 
-    Raises ConfigError: `out` is not the folder of a cleaning, or holds an input; it cannot be made; it is in use.
+    Raises ConfigError: `out` is not the folder of a cleaning, holds an input, cannot be created, or is in use.
     """
     asked = f"--out {out}"
     if out.name in ("", ".."):
@@ -482,7 +482,7 @@ def _cleaning_folder(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
         raise ConfigError(asked, f"{error.strerror}", "name a folder that can be made") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for left in new.iterdir():  # of a process that was killed
+        for left in new.iterdir():  # left by a killed process
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         try:
             yield new
@@ -517,7 +517,7 @@ def _check_replaceable(asked: str, path: Path) -> None:
 
 
 def _check_cleaning(folder: Path) -> None:
-    """Clean again with the record's settings; raises DataError without a record, if a file or the result differs."""
+    """Repeat a cleaning with its record's settings; raise DataError without a record, or if files or results differ."""
     from optrush.data.cleaning import FORMAT, file_sha256
 
     asked = f"to check {folder}"
@@ -532,8 +532,8 @@ def _check_cleaning(folder: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise DataError(asked, f"{RECORD}: {found}", "name a folder that `optrush data clean` wrote") from None
-    read = [(Path(one["file"]), one["sha256"]) for one in inputs + held]
-    for file, digest in [*read, *((folder / name, one["sha256"]) for name, one in output.items())]:
+    read = [(Path(entry["file"]), entry["sha256"]) for entry in inputs + held]
+    for file, digest in [*read, *((folder / name, entry["sha256"]) for name, entry in output.items())]:
         if not file.is_file() or file_sha256(file) != digest:
             raise DataError(asked, f"{file} is not there, or not as it was", "restore it, or clean again with --out")
     with tempfile.TemporaryDirectory(prefix="optrush-check-", dir=folder.absolute().parent) as name:

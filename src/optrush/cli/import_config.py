@@ -1,6 +1,6 @@
-"""import: translate a configuration of another trainer into the YAML of a run, key by key, or refuse it by its key.
+"""import: translate another trainer's configuration into the YAML of a run, key by key, or reject it by its key.
 
-The tables of keys are in `optrush.foreign_keys`; this module reads the file, and combines what they give: rows,
+The tables of keys are in `optrush.foreign_keys`; this module reads the file, and combines their values: rows,
 accumulation and ranks become the slots of a step, an adapter and its base become techniques.
 """
 
@@ -31,15 +31,15 @@ from optrush.models.source import known_config
 from optrush.peft.ledger import LINEARS, matching
 
 Notes = list[str]
-ALIKE = 0.9  # of difflib's ratio: a slip of the keyboard and not another word
-ANSWERS = ("assistant", "gpt")  # their roles
+ALIKE = 0.9  # minimum of difflib's ratio for a typing error
+ANSWERS = ("assistant", "gpt")  # roles of answers
 LANGUAGE_MODEL = {"model.language_model", "language_model", "language_model.model"}
 EMBEDDINGS = {"lm_head", "embed_tokens", "model.embed_tokens"}
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 _ASSIGNED = re.compile(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=(?:([\w./:@+-]*)|[\"']([^\"'$`\n]*)[\"'])\s*(?:#.*)?$")
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")  # of a shell
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")  # shell variables
 _DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|txt|arrow|zst|gz)\Z")
-# How a tool is recognised: by the name of the script that a command runs; else by keys.
+# Recognition of a tool: by the name of a command's script, else by keys.
 SIGNS: tuple[tuple[ToolName, str, set[str]], ...] = (
     ("axolotl", "", {"base_model"}),
     ("llama-factory", "", {"stage", "finetuning_type", "cutoff_len", "template"}),
@@ -94,24 +94,24 @@ class Imported:
 
     tool: ToolName
     text: str  # our YAML
-    notes: tuple[str, ...]  # what has no effect here, or another one
+    notes: tuple[str, ...]  # keys without an effect here, or with a different one
     config: Config
-    ranks: int  # that a step's rows are for
+    ranks: int  # number of ranks that share a step's rows
 
 
 # --- from a file to facts
 
 
 def translate(file: Path, tool: ToolName | None = None, data: str | None = None, ranks: int = 1) -> Imported:
-    """Translate a file of another trainer.
+    """Translate another trainer's file.
 
     Args:
-        tool: whose file it is; None: found by its keys.
-        data: `data.path` in place of what the file names.
-        ranks: processes of the run that the file describes; its own command line may name them.
+        tool: the file's trainer; None: found by its keys.
+        data: `data.path` in place of the file's.
+        ranks: processes of the described run; its own command line can set them.
 
     Raises:
-        ConfigError: not read, of no known tool, or a key or a value without a counterpart.
+        ConfigError: the file is unreadable or of an unknown tool, or a key or a value has no counterpart.
     """
     given, lines = _read(file)
     kind = tool or _recognised(given, file)
@@ -131,7 +131,7 @@ def translate(file: Path, tool: ToolName | None = None, data: str | None = None,
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a key is."""
+    """The place of a key."""
 
     file: Path
     lines: Mapping[Any, int]
@@ -161,7 +161,7 @@ def _read(file: Path) -> tuple[dict[str, Any], Mapping[Any, int]]:
 
 
 def _arguments(text: str, file: Path) -> dict[str, Any]:
-    """Return the arguments of the last command in a text that has any, and under `@script` what is run."""
+    """Return the arguments of the last command in a text, and under `@script` its script."""
     given: dict[str, str] = {name: first or second for name, first, second in _ASSIGNED.findall(text)}
     text = _VARIABLE.sub(lambda m: str(given.get(m[1] or m[3], m[0] if m[2] is None else m[2])), text)
     commands = [line for line in re.sub(r"\\\r?\n", " ", text).splitlines() if re.search(r"\s--[a-z]", line)]
@@ -172,19 +172,19 @@ def _arguments(text: str, file: Path) -> dict[str, Any]:
     scripts = ("sft", "dpo", "kto", "reward")
     at = next((n for n, (before, word) in enumerate(zip(["", *words], words, strict=False))
                if word.endswith(".py") or (word in scripts and not before.startswith("--"))), -1)  # fmt: skip
-    found: dict[str, Any] = {"@script": Path(words[at]).name if at >= 0 else ""}
+    arguments: dict[str, Any] = {"@script": Path(words[at]).name if at >= 0 else ""}
     launcher = dict(_pairs(words[: max(at, 0)]))
     for name, key in (("num_processes", "@ranks"), ("nproc_per_node", "@ranks"), ("num_gpus", "@ranks"),
                       ("config_file", "config_file")):  # fmt: skip
         if name in launcher:
-            found[key] = launcher[name]
+            arguments[key] = launcher[name]
     if sharded := {key: value for key, value in launcher.items() if foreign.SHARDED.match(key)}:
-        found["accelerate launch"] = sharded
-    return found | dict(_pairs(words[at + 1 :]))
+        arguments["accelerate launch"] = sharded
+    return arguments | dict(_pairs(words[at + 1 :]))
 
 
 def _pairs(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield --key value, --key=value, and --key alone as true; several values as a list."""
+    """Yield (key, value) of --key value and --key=value; True for a lone --key, a list for several values."""
     n = 0
     while n < len(words):
         word, n = words[n], n + 1
@@ -205,7 +205,7 @@ def _pairs(words: list[str]) -> Iterator[tuple[str, Any]]:
 def _recognised(given: Mapping[str, Any], file: Path) -> ToolName:
     script, keys = str(given.get("@script", "")), given.keys()
     for tool, pattern, signs in SIGNS:
-        by_script = script and tool != "llama-factory"  # whose command may be of any name
+        by_script = script and tool != "llama-factory"  # LLaMA-Factory's command can have any name
         if re.fullmatch(pattern, script) if by_script else keys & signs:
             return tool
     found = f"a command of {script}" if script else f"of no known tool: {', '.join(sorted(keys)[:6]) or 'no key'}"
@@ -213,7 +213,7 @@ def _recognised(given: Mapping[str, Any], file: Path) -> ToolName:
 
 
 class Refusals(ConfigError):
-    """Several keys that are refused, each with its own three lines."""
+    """Several rejected keys, each with its own three lines."""
 
     def __init__(self, each: list[ConfigError]) -> None:
         super().__init__(each[-1].asked, each[-1].found, each[-1].do)
@@ -225,13 +225,13 @@ class Refusals(ConfigError):
 
 @dataclass
 class _Facts:
-    """Values of a mapping of another trainer, by the place that its tool's table gives their keys."""
+    """Values of another trainer's mapping, by their keys' places in the tool's table."""
 
     tool: Tool
     place: _Place
-    prefix: str = ""  # of the mapping's keys, in messages
+    prefix: str = ""  # prefix of the mapping's keys in messages
     of: dict[str, Any] = field(default_factory=dict)
-    by: dict[str, str] = field(default_factory=dict)  # the key that gave each
+    by: dict[str, str] = field(default_factory=dict)  # place -> its key
     notes: Notes = field(default_factory=list)
 
     def add(self, key: str, value: Any) -> None:
@@ -257,12 +257,12 @@ class _Facts:
         return ConfigError(self.place.of(self.prefix + key), found, do)
 
     def hint(self, key: str) -> str:
-        """Return what to do with an unknown key: the known one that is spelled nearly alike, if any."""
+        """Return the remedy for an unknown key: the known key with nearly the same spelling, if any."""
         close = () if foreign.FOREIGN.match(key) else difflib.get_close_matches(key, self.tool.keys, 1, ALIKE)
         return LEAVE + "".join(f"; did you mean `{name}`?" for name in close)
 
     def valued(self, key: str, value: Any, rule: Rule) -> Any:
-        """Return a value as the rule translates it, or raise ConfigError."""
+        """Return a value translated by the rule, or raise ConfigError."""
         if (form := foreign.FORMS.get(rule.to)) is not None:
             if not isinstance(value, form.kinds) or isinstance(value, bool):
                 raise self.refuse(key, f"{value!r}", form.do or f"give {form.words}")
@@ -281,11 +281,11 @@ class _Facts:
         raise self.refuse(key, f"{value!r}, which has no counterpart", rule.do or f"take one of {choices}")
 
     def put(self, key: str, to: str, value: Any) -> None:
-        """Put a key's value in its place."""
+        """Set the value of a key's place."""
         if to == "with":
             self.of[to] = {**self.of.get(to, {}), **value}
         elif value is None:
-            self.of.setdefault(to, None)  # given as none: no default of the tool takes its place
+            self.of.setdefault(to, None)  # an explicit null overrides the tool's default
         elif to in self.by and self.of[to] != value:
             found = f"{value!r}, where `{self.by[to]}` gives another value"
             raise self.refuse(key, found, f"keep one of `{self.by[to]}` and `{key}`")
@@ -294,7 +294,7 @@ class _Facts:
 
 
 def _read_keys(given: Mapping[str, Any], tool: Tool, place: _Place, prefix: str = "") -> _Facts:
-    """Return the values of a mapping by place, defaults of the tool included."""
+    """Return the values of a mapping by place, including the tool's defaults."""
     facts, refused = _Facts(tool, place, prefix), list[ConfigError]()
     for key, value in given.items():
         if key.startswith("@"):
@@ -380,7 +380,7 @@ class _Composer:
             self._unfrozen([str(pattern) for pattern in patterns])
 
     def _unfrozen(self, patterns: list[str]) -> None:
-        """Note parameters that are trained alone, if they are the language model; refuse others."""
+        """Note that only some parameters are trained, if they are the language model; reject others."""
         names = {re.sub(r"\\?(\.\*|\.?weight|[\^$*.])+$", "", pattern.removeprefix("^")) for pattern in patterns}
         if self.get("@adapter") is not None:
             self.notes.append("unfrozen_parameters: no effect with an adapter: the adapter alone is trained")
@@ -406,7 +406,7 @@ class _Composer:
             self._test_split(data)
 
     def _paths(self) -> list[Any]:
-        """Return the sources that a file names."""
+        """Return the sources of a file."""
         if given := self.get("@datasets") or self.get("@pretraining"):
             return self._axolotl([given] if isinstance(given, str | dict) else given)
         if not (given := self.get("@data")):
@@ -426,7 +426,7 @@ class _Composer:
         return path
 
     def _test_split(self, data: dict[str, Any]) -> None:
-        """Hold out the split of a hub's data set that TRL evaluates on, or note why not."""
+        """Hold out the split of a hub data set that TRL evaluates on, or note the reason."""
         split, given = self.get("@test_split"), "@test_split" in self.facts.by
         if self.get("@eval_strategy") in (None, "no", False):
             reason = "nothing is evaluated there without `eval_strategy`"
@@ -439,7 +439,7 @@ class _Composer:
             self.notes.append(f"dataset_test_split: {reason}")
 
     def _origin(self, entry: Mapping[str, Any]) -> Any:
-        """Return one source as our data.path has it."""
+        """Return one source in the format of our data.path."""
         from optrush.data.readers import HUB, HUB_SET
 
         path, split, config = (entry.get(key) for key in ("path", "split", "name"))
@@ -459,7 +459,7 @@ class _Composer:
         return f"{HUB}{named}"
 
     def _axolotl(self, entries: list[Any]) -> list[Any]:
-        """Return the sources of `datasets` or `pretraining_dataset`; sets the objective and the columns."""
+        """Return the sources of `datasets` or `pretraining_dataset`; set the objective and the columns."""
         objectives, paths = set(), []
         for n, entry in enumerate(entries):
             if not isinstance(entry, str | dict):
@@ -506,7 +506,7 @@ class _Composer:
         self._columns_of(source, source.get("@roles", {}), pairs)
 
     def _columns_of(self, source: Mapping[str, Any], roles: Mapping[str, list[str]], pairs: bool) -> None:
-        """Note what the keys of a source's rows and of their turns are, and the names of their roles."""
+        """Note the columns of a source's rows and turns, and the names of the roles."""
         for ours in ("role", "content"):
             if (theirs := source.get(f"@{ours}", ours)) not in ("role", "content", "from", "value"):
                 self._turn_key(theirs, ours, source.get("@messages", ""), pairs)
@@ -518,13 +518,13 @@ class _Composer:
             self.roles |= {name: role for name in names if name not in (role, "human", "gpt", "observation")}
 
     def _turn_key(self, theirs: str, ours: str, key: str, pairs: bool) -> None:
-        """Note what a key of turns is, in the lists that rows have them in; `key` has a row's conversation."""
-        one = key if key == "conversations" else "messages"
-        for turns in ("prompt", "chosen", "rejected") if pairs else (one,):
+        """Note the column of a key of turns, for each list of turns; `key` has a row's conversation."""
+        own_key = key if key == "conversations" else "messages"
+        for turns in ("prompt", "chosen", "rejected") if pairs else (own_key,):
             self.columns[f"{turns}[].{theirs}"] = ours
 
     def _learning(self, entry: Mapping[str, Any], n: int) -> None:
-        """Refuse what would learn other tokens of conversations than answers with their ends, and note the rest."""
+        """Reject settings that learn tokens other than answers with their ends, and note the rest."""
         from optrush.data.schema import LEARNT
 
         if self.get("data.train_on") == "all":
@@ -549,7 +549,7 @@ class _Composer:
         self.notes.append(f"eot_tokens:{missing} an answer ends where the chat template ends it, and its end is learnt")
 
     def _factory(self, names: list[str]) -> list[Any]:
-        """Return the sources that LLaMA-Factory's list of data sets has under these names."""
+        """Return the sources of these names in LLaMA-Factory's list of data sets."""
         where = self.get("@dataset_dir", "data")
         around = [Path(where), *(parent / where for parent in self.place.file.resolve().parents)]
         listed = next((f for folder in around if (f := folder / "dataset_info.json").is_file()), None)
@@ -577,12 +577,12 @@ class _Composer:
         columns = given.get("@columns", {})
         if sharegpt or ranking:
             columns = dict([("messages", "conversations") if sharegpt else ("prompt", "instruction")]) | columns
-        found = _read_keys(columns, foreign.FACTORY_COLUMNS, place, f"{name}.columns.").of
+        names = _read_keys(columns, foreign.FACTORY_COLUMNS, place, f"{name}.columns.").of
         tags = _read_keys(given.get("@tags", {}), foreign.FACTORY_TAGS, place, f"{name}.tags.").of
         moved = {"columns.instruction": "columns.text"} if self.get("objective") == "pretrain" else {}
         if ranking:
             moved = {"columns.messages": "columns.prompt"}
-        read = {moved.get(ours, ours): theirs for ours, theirs in found.items()}
+        read = {moved.get(ours, ours): theirs for ours, theirs in names.items()}
         roles = {role: [theirs] for role, theirs in tags.items() if role[0] != "@"}
         self._columns_of({**read, **tags, "@messages": columns.get("messages", "")}, roles, ranking)
         source = given.get("hf_hub_url") or str(listed.parent / given.get("file_name", name))
@@ -591,7 +591,7 @@ class _Composer:
         return self._origin({**given, "path": source})
 
     def _unnamed(self, source: str, given: Mapping[str, Any]) -> None:
-        """Leave out columns that LLaMA-Factory does not read, and note how it joins those that it does."""
+        """Drop columns that LLaMA-Factory does not read, and note how it joins the others."""
         from optrush.data.schema import MEANT
 
         named, row = given.get("@columns") or foreign.FACTORY_NAMED, _first_row(source)
@@ -623,7 +623,7 @@ class _Composer:
             self.notes.append("temperature: the loss is multiplied by its square here, as in its source")
 
     def _learnt(self) -> None:
-        """Decide which tokens of a row are learnt, and what becomes of rows that are too long."""
+        """Set the target tokens of a row, and the treatment of rows that are too long."""
         data, objective = self.tree["data"], self.tree["objective"]
         if objective == "pretrain" or objective in COMPARED:
             data.pop("train_on", None)
@@ -636,7 +636,7 @@ class _Composer:
             data["most_truncated"] = 1.0
 
     def _trl_learns(self, path: Any) -> str:
-        """Return what TRL learns of the rows of a path."""
+        """Return the part of a path's rows that TRL learns."""
         answers = self.get("@answers")
         if answers or self.get("@assistant") or (answers is None and {"prompt", "completion"} <= {*_first_row(path)}):
             return "assistant"
@@ -663,12 +663,12 @@ class _Composer:
         optim["betas"] = [self.get("@beta1"), self.get("@beta2")]
         steps = self.get("@warmup_steps", 0.0)
         optim["warmup"] = steps if steps > 0 else self.get("@warmup_ratio", 0.0)
-        if optim["schedule"] == "@constant":  # transformers warms up only by another name
+        if optim["schedule"] == "@constant":  # in transformers, only its variant with warm-up warms up
             optim["schedule"], optim["warmup"] = "constant", 0.0
         self._schedule(dict(self.get("@schedule") or {}))
 
     def _schedule(self, options: dict[str, Any]) -> None:
-        """Set what options of transformers' schedule give: its floor and, of wsd, its last steps."""
+        """Set the options of transformers' schedule: its floor, and for wsd the decay steps."""
         optim = self.tree["optim"]
         if optim["schedule"].endswith("cosine"):
             again, cycles = optim["schedule"] == "@cosine", options.pop("num_cycles", None)
@@ -702,7 +702,7 @@ class _Composer:
             raise self.refuse("@schedule", f"{key}: {value!r}, which has no counterpart", LEAVE)
 
     def _steps(self) -> None:
-        """Set how often is evaluated and saved, as a number of steps or a share of the run."""
+        """Set the intervals of evaluation and saving, in steps or as a share of the run."""
         train = self.tree["train"]
         epochs = train.setdefault("epochs", 1.0)
         logged = train.get("log_every") or self.get("@logged")
@@ -713,14 +713,14 @@ class _Composer:
             if per_epoch is None and strategy == "epoch":
                 per_epoch = 1
             if strategy == "steps" and name == "eval":
-                steps = steps or logged  # as transformers and TRL do
+                steps = steps or logged  # like transformers and TRL
             if per_epoch is None and steps and strategy not in ("no", False):
                 train[f"{name}_every"] = int(steps) if steps >= 1 else round(steps, 6)
             elif per_epoch and per_epoch * epochs > 1:  # else at the end
                 train[f"{name}_every"] = round(1 / (per_epoch * epochs), 6)
 
     def _evaluations(self) -> None:
-        """Refuse or note what needs held-out rows, where there are none."""
+        """Reject or note settings that need held-out rows, if there are none."""
         train = self.tree["train"]
         if "eval" in self.tree["data"]:
             return
@@ -739,7 +739,7 @@ class _Composer:
         if "fp8" in self.with_ and "compile" not in self.with_:
             self.with_["compile"] = {}
             self.notes.append("fp8: `compile` is added, which rounds what enters a product")
-        if "amp" not in self.with_:  # of fp16
+        if "amp" not in self.with_:  # fp16
             if self.get("@pure") and self.get("@adapter") is None:
                 self.with_["bf16"] = {"rounding": "nearest"}
             elif self.get("@pure") or self.get("@bf16"):
@@ -749,7 +749,7 @@ class _Composer:
             self.with_["attention"] = {"impl": "sdpa"}
 
     def _in_our_decoder(self) -> bool:
-        """Return whether the model is in a family that our decoder runs; a model whose sizes are not here is not."""
+        """Return whether our decoder supports the model's family; False if its config.json is not available."""
         if (path := self.tree["model"].get("path")) == "tiny":
             return True
         if (hf := known_config(path)) is None:
@@ -759,7 +759,7 @@ class _Composer:
         return hf is not None and native_obstacle(hf) is None
 
     def _adapter(self) -> None:
-        """Complete the adapter, and add its base's codes."""
+        """Complete the adapter, and add the quantization of its base."""
         adapter = self.get("@adapter")
         options = {name: value for name, value in self.with_.pop("lora", {}).items() if value is not False}
         codes = next((name for name in ("@bits", "@four", "@eight") if self.get(name)), "")
@@ -783,10 +783,10 @@ class _Composer:
             self.with_["int8"] = {}
 
     def _targets(self, given: Any) -> Any:
-        """Return the linears that have an adapter, as `lora:targets` has them."""
+        """Return the linears with adapters, in the format of `lora:targets`."""
         if self.get("@linear") or given in ("all", "all-linear", None):
             return "all-linear"
-        if isinstance(given, str) and re.search(r"[^\w.,\s]", given):  # an expression, as PEFT reads one
+        if isinstance(given, str) and re.search(r"[^\w.,\s]", given):  # a regular expression, as in PEFT
             try:
                 matching(given, LINEARS)
             except UserError as error:
@@ -795,7 +795,7 @@ class _Composer:
         return ["q_proj", "v_proj"] if given == "peft" else split_names(given)  # PEFT's choice for these families
 
     def _with_experts(self, targets: Any) -> Any:
-        """Add experts to an adapter's targets: parameters there, whose names are those of other linears."""
+        """Add experts to an adapter's targets: they are parameters there, named like other linears."""
         given = self.get("@parameters")
         if not given:
             return targets
@@ -819,7 +819,7 @@ class _Composer:
         return [*(name for name in targets if name not in inside), *(["dense"] if dense else []), "experts"]
 
     def _layout(self) -> None:
-        """Lay out rows, set what is recomputed, and check plugins."""
+        """Set the layout of rows and recomputation, and check plugins."""
         if "offload-activations" not in self.with_:
             self.with_ |= copy.deepcopy(self.get("@recompute") or {})
         if "packing" in self.with_:
@@ -840,11 +840,11 @@ class _Composer:
             if place == "@fsdp_config" and sharding is None and self.tool != "axolotl" and self.get(place):
                 self.notes.append("fsdp_config: no effect without `fsdp`")
                 continue
-            if (one := self._cut(place)) is None:
+            if (part := self._cut(place)) is None:
                 continue
             if place == "@fsdp_config" and sharding is not None:  # the strategy is in one of the two
-                one = replace(sharding, stage=min(sharding.stage, one.stage), recompute=one.recompute)
-            sharding = one
+                part = replace(sharding, stage=min(sharding.stage, part.stage), recompute=part.recompute)
+            sharding = part
         if sharding is not None and sharding.recompute and "offload-activations" not in self.with_:
             self.with_["recompute"] = {}
         if sharding is not None and self.ranks == 1:
@@ -867,7 +867,7 @@ class _Composer:
             self.with_.pop("ddp" if "fsdp" in self.with_ else "", None)
 
     def _cut(self, place: str) -> Sharding | None:
-        """Return what one key has of the model's sharding, and note what is not read of it."""
+        """Return the model's sharding from one key, and note the parts that are not read."""
         given, key = self.get(place), self.facts.by.get(place, "")
         sharding = read_sharding(given, self.place.file)
         if sharding is None:
@@ -889,7 +889,7 @@ class _Composer:
 
 
 def _first_row(path: Any) -> Mapping[str, Any]:
-    """Return the first row of a file that is here; else an empty one."""
+    """Return the first row of an available file; else an empty one."""
     if not isinstance(path, str) or not Path(path).is_file():
         return {}
     from optrush.data.readers import read_rows
@@ -897,4 +897,4 @@ def _first_row(path: Any) -> Mapping[str, Any]:
     try:
         return dict(next(read_rows(Path(path)))[1])
     except (UserError, StopIteration):
-        return {}  # training reports what is wrong with it
+        return {}  # training reports the error

@@ -1,6 +1,6 @@
-"""Read what DeepSpeed's, FSDP's and accelerate's configurations of `optrush import` say of how a model is cut.
+"""Read a model's sharding from DeepSpeed's, FSDP's and accelerate's configurations, for `optrush import`.
 
-They are written inline, as a file, or as the file's name alone; what counts is the stage and what is in host memory.
+They are inline, a file, or only a file's name; the result is the stage and the use of host memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from optrush.files import read_text
 
 ABSENT: tuple[Any, ...] = (None, False, "", "false", "False", "none", "None", "no", 0, [], {})
 _STAGE = re.compile(r"z(?:ero)?_?-?([0-3])")
-_WHOLE = re.compile(r"multi_gpu|single_gpu|no_shard", re.IGNORECASE)  # all on each rank
+_WHOLE = re.compile(r"multi_gpu|single_gpu|no_shard", re.IGNORECASE)  # everything on each rank
 _STRATEGIES = {"1": 3, "2": 2, "3": 0, "4": 3, "5": 2}  # torch's enumeration of FSDP's strategies
-# Keys of DeepSpeed's that are in no other configuration: without `zero_optimization` it cuts nothing.
+# Keys that only DeepSpeed has: without `zero_optimization` it shards nothing.
 _DEEPSPEED = {"train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping", "fp16", "bf16"}
 _FILE = re.compile(r"\.(json|ya?ml)\Z")
 _NAMED = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3, "hybrid_shard_zero2": 2}
@@ -29,19 +29,19 @@ _NAMED = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3,
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is cut over the ranks."""
+    """The sharding of a model over the ranks."""
 
     stage: int  # of ZeRO; below 2 each rank has all weights and gradients
     source: Literal["settings", "name", "missing file"] = "settings"
-    in_host: str | None = None  # the key below that keeps something in host memory; empty: the whole
-    recompute: bool = False  # activations, by a key of FSDP's
+    in_host: str | None = None  # the key below that offloads to host memory; empty: the whole value
+    recompute: bool = False  # activations, by a key of FSDP
 
 
 def read_sharding(given: Any, beside: Path) -> Sharding | None:
-    """Return how a value of `deepspeed`, `fsdp` or `fsdp_config` cuts a model; None: it does not.
+    """Return the sharding by a value of `deepspeed`, `fsdp` or `fsdp_config`; None: no sharding.
 
     Args:
-        beside: the file that has the value, next to which a file that it names may be.
+        beside: the file with the value; files named in it are looked up in its folder.
 
     Raises:
         ConfigError: a file that is neither JSON nor YAML.
@@ -57,19 +57,19 @@ def read_sharding(given: Any, beside: Path) -> Sharding | None:
     for file in (Path(text), beside.parent / text) if is_file else ():
         if file.is_file():
             return _of_mapping(_parsed(read_text(file, "utf-8", "replace"), f"{file}"), file)
-    stage = int(found[1]) if (found := _STAGE.search(text)) else 0 if _WHOLE.search(text) else 3
+    stage = int(match[1]) if (match := _STAGE.search(text)) else 0 if _WHOLE.search(text) else 3
     stage = 2 if "shard_grad_op" in text.lower() else stage
     return Sharding(stage, "missing file" if is_file else "name", "" if "offload" in text.lower() else None)
 
 
 def _parsed(text: str, where: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+        value = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise ConfigError(where, "not a JSON or YAML mapping", "fix it, or leave it out")
-    return found
+    return value
 
 
 def _of_mapping(given: Mapping[str, Any], beside: Path) -> Sharding | None:
@@ -85,7 +85,7 @@ def _of_mapping(given: Mapping[str, Any], beside: Path) -> Sharding | None:
 
 
 def _leaves(given: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys with values that are no mappings."""
+    """Yield dotted keys with values that are not mappings."""
     for key, value in given.items():
         name = f"{path}{key}"
         if isinstance(value, Mapping):
@@ -95,10 +95,10 @@ def _leaves(given: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
 
 
 def _in_host(given: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Yield the dotted keys that keep something in host memory: a flag, a device, or a mapping with a device."""
+    """Yield the dotted keys that offload to host memory: a flag, a device, or a mapping with a device."""
     for key, value in given.items():
         name, held = f"{path}{key}", "offload" in str(key) or key == "cpu_checkpointing"
-        held = held and not str(key).endswith("nvme_path")  # where to, if at all
+        held = held and not str(key).endswith("nvme_path")  # a path alone offloads nothing
         if held and (value.get("device") if isinstance(value, Mapping) else value) not in ABSENT:
             yield name
         elif isinstance(value, Mapping):
@@ -106,7 +106,7 @@ def _in_host(given: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def _stage(given: Mapping[str, Any], keys: Mapping[str, Any]) -> int:
-    """Return the stage of a mapping of DeepSpeed's, FSDP's or accelerate's."""
+    """Return the stage of a mapping of DeepSpeed, FSDP or accelerate."""
     kind = str(given.get("distributed_type", "")).upper()
     last = {name.rpartition(".")[2].removeprefix("fsdp_"): value for name, value in keys.items()}
     zero = given.get("zero_optimization")
@@ -120,12 +120,12 @@ def _stage(given: Mapping[str, Any], keys: Mapping[str, Any]) -> int:
     if (kept := last.get("reshard_after_forward")) is not None:
         return _NAMED.get(str(kept).lower(), 2 if kept in ABSENT else 3)
     fsdp = {"fsdp_config", "use_fsdp"} & given.keys() or kind == "FSDP"
-    whole = given.keys() & _DEEPSPEED or kind.startswith("MULTI_")
-    return 0 if whole and not fsdp else 3
+    unsharded = given.keys() & _DEEPSPEED or kind.startswith("MULTI_")
+    return 0 if unsharded and not fsdp else 3
 
 
 def parallel_axes(get: Callable[[str], Any]) -> dict[str, dict[str, Any]]:
-    """Return the techniques for axolotl's sizes of a mesh; `get` returns the value of a place, or None."""
+    """Return the techniques for axolotl's mesh sizes; `get` returns the value of a place, or None."""
     axes: dict[str, dict[str, Any]] = {
         name: {"size": size} for name in ("tensor", "context", "experts") if (size := get(f"@{name}")) is not None
     }

@@ -1,4 +1,4 @@
-"""launch: write the job file that starts a run under Slurm, Kubernetes or SkyPilot. Nothing is submitted."""
+"""launch: write the job file of a run for Slurm, Kubernetes or SkyPilot. Nothing is submitted."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from optrush.files import read_text
 if TYPE_CHECKING:
     from optrush.config import Config
 
-ENGINES = {  # the file that is written, the command that takes it
+ENGINES = {  # scheduler: its file, and the command that submits it
     "slurm": ("job.slurm", "sbatch"),
     "kubernetes": ("job.yaml", "kubectl apply -f"),
     "skypilot": ("task.yaml", "sky jobs launch"),
 }
 SKYPILOT = {"a100-40": "A100", "a100-80": "A100-80GB", "a6000": "RTXA6000"}  # names of cards that differ from ours
-SAVE_S = 300  # how long before its time is over a job is told to save
+SAVE_S = 300  # seconds before its time limit at which a job is told to save
 
 
 @dataclass(frozen=True)
 class Job:
-    """Values of a job file, named as its template does."""
+    """Values of a job file, by the names in its template."""
 
     name: str
     hosts: int
-    gpus: int  # of a host
+    gpus: int  # per host
     card: str
     command: str  # without its launcher
-    config: str  # the text of the configuration, for engines that carry it along
+    config: str  # the configuration as text, for schedulers that embed it
     path: str
     time: str | None
     image: str | None
@@ -121,7 +121,7 @@ def launch(
 def _check_flags(
     engine: str, time: str | None, partition: str | None, image: str | None, volume: str | None, setup: list[str]
 ) -> None:
-    """Raise ConfigError for a flag that the scheduler has no use for, or one that it needs."""
+    """Raise ConfigError for a flag that the scheduler does not use, or a missing one that it needs."""
     owners = {"--time": ("slurm",), "--partition": ("slurm",), "--image": ("kubernetes",),
               "--volume": ("kubernetes", "skypilot")}  # fmt: skip
     for (flag, engines), value in zip(owners.items(), (time, partition, image, volume), strict=True):
@@ -143,7 +143,7 @@ def _check_flags(
 
 
 def _check_plan(config: Config, hardware: str) -> tuple[str, int, int]:
-    """Return card, hosts and GPUs of a host; raise ConfigError if the run cannot start or does not fit."""
+    """Return card, hosts and GPUs per host; raise ConfigError if the run cannot start or does not fit."""
     from optrush.decide import decide
     from optrush.hardware import GIB, parse_hardware
     from optrush.planner import search
@@ -166,18 +166,18 @@ def _check_plan(config: Config, hardware: str) -> tuple[str, int, int]:
 
 
 def _name(config: Config) -> str:
-    """Return a name that every scheduler takes, from the run's folder: lower case, at most 44 letters.
+    """Return a name valid for every scheduler, from the run's folder: lower case, at most 44 letters.
 
-    A Service of Kubernetes begins with a letter, and YAML reads a bare `true` or `on` as no text.
+    A Service of Kubernetes must start with a letter, and YAML does not read a bare `true` or `on` as text.
     """
-    found = re.sub(r"[^a-z0-9]+", "-", Path(config.output).name.lower()).strip("-")[:40].strip("-")
-    if not found:
+    stem = re.sub(r"[^a-z0-9]+", "-", Path(config.output).name.lower()).strip("-")[:40].strip("-")
+    if not stem:
         return "run"
-    return found if found[0].isalpha() and isinstance(yaml.safe_load(found), str) else f"run-{found}"
+    return stem if stem[0].isalpha() and isinstance(yaml.safe_load(stem), str) else f"run-{stem}"
 
 
 def _rendered(engine: str, job: Job) -> str:
-    """Fill the scheduler's template."""
+    """Format the scheduler's template."""
     from jinja2 import Environment, StrictUndefined
 
     source = resources.files("optrush.cli").joinpath(f"job_{engine}.j2").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""Options that several verbs share, the configuration with these options applied, and the launch of ranks."""
+"""Shared options of several verbs, the configuration with these options applied, and the launch of ranks."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document, for
 
 
 def read_run(path: Path, sets: list[str], withs: list[str], withouts: list[str]) -> Config:
-    """Read and check the YAML with its flags."""
+    """Read and check the YAML with the flags."""
     from optrush.config import parse_config, refuse_secrets
     from optrush.files import config_text
 
     config = parse_config(config_text(path), str(path), sets, withs, withouts)
-    refuse_secrets(config)  # any verb may write it to a file
+    refuse_secrets(config)  # any verb can write it to a file
     return config
 
 
 def launches(ranks: int) -> bool:
-    """Return whether this process must start the others: `--ranks` is given, and no launcher has started it."""
+    """Return whether this process must start the ranks: `--ranks` is given, and no launcher has started it."""
     started = os.environ.get("WORLD_SIZE")
     if ranks > 1 and started is not None and int(started) != ranks:
         raise ConfigError(f"--ranks {ranks}", f"a launcher has started {started}", "leave --ranks out under a launcher")
@@ -71,7 +71,7 @@ TheModel = Annotated[
 
 
 def given(context: typer.Context, names: Iterable[str]) -> list[str]:
-    """Return the flags of these options that are on the command line."""
+    """Return the flags of those options that are on the command line."""
     sources = {name: context.get_parameter_source(name) for name in names}
     return [
         f"--{n.replace('_', '-')}" for n, source in sources.items() if source is not None and source.name != "DEFAULT"
@@ -79,7 +79,7 @@ def given(context: typer.Context, names: Iterable[str]) -> list[str]:
 
 
 def demand_used(context: typer.Context) -> None:
-    """Raise ConfigError for an option that another one makes ineffective."""
+    """Raise ConfigError for an option without effect next to another one."""
     if context.params["plain"] and given(context, ["system"]):
         raise ConfigError("--system with --plain", "a text that is continued has no system prompt", "leave one out")
     if context.params["greedy"] and (void := given(context, ["temperature", "top_p", "top_k"])):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from optrush.planner.run_time import RunTime
     from optrush.planner.sets import Candidate, Prediction
 
-BAR = 24  # characters of the longest bar
+BAR = 24  # length of the longest bar in characters
 Asked = Annotated[
     Path, typer.Argument(help="the run's YAML, or a model: a folder or hub id", metavar="CONFIG", show_default=False)
 ]
@@ -36,7 +36,7 @@ Data = Annotated[
     str | None,
     typer.Option("--data", metavar="DATA", help="a model's data: JSON Lines, sample:recipes, random[:ROWS]"),
 ]
-SMALL = 0.01  # share of the peak; smaller lines are shown as one
+SMALL = 0.01  # share of the peak; smaller lines are combined
 
 
 def plan(
@@ -85,7 +85,7 @@ def plan(
     hardware = hardware if host_memory is None else _hosted(hardware, host_memory, solve)
     config = _asked(path, data, first_priced() if solve == "cheapest" else hardware, set_, with_, without)
     from optrush.decide import NothingFits
-    from optrush.planner import answer as asked
+    from optrush.planner import answer as answers
     from optrush.planner import search as planner
 
     for error, text, weights in planner.without_plan(config):
@@ -95,7 +95,7 @@ def plan(
         beside = {
             "--out": out is not None, "--price": price is not None, "--details": details, "--keep-maths": keep_maths,
             "--force": force,
-            "--hardware": solve == "cheapest" and hardware != "auto",  # all cards with a price are compared
+            "--hardware": solve == "cheapest" and hardware != "auto",  # it compares all cards with a price
         }  # fmt: skip
         print(_solved(config, hardware, solve, [name for name, given in beside.items() if given], as_json))
         return
@@ -108,30 +108,30 @@ def plan(
         decided = _decided(config, hardware, _is_file(path))
         prediction = planner.predict_decided(decided)
     except (ConfigError, ConflictError, NeedsError) as error:  # another setting may run there
-        refused = error  # if none can, the search raises it too
-    found = asked.answer(config, hardware, keep_maths=keep_maths)
+        refused = error  # the search raises it too if no setting can run
+    result = answers.answer(config, hardware, keep_maths=keep_maths)
     if as_json:
-        print(json.dumps(_document(config, decided, prediction, refused, found, hardware, price)))
+        print(json.dumps(_document(config, decided, prediction, refused, result, hardware, price)))
     else:
-        print("\n".join(_text(config, hardware, decided, prediction, refused, found, price, details)))
-    other = not isinstance(refused, NothingFits) and found.best is None  # no lack of memory
-    if refused is not None and (other or _lacking_all(config, found)):  # what fits is another run than was configured
+        print("\n".join(_text(config, hardware, decided, prediction, refused, result, price, details)))
+    other = not isinstance(refused, NothingFits) and result.best is None  # memory is not the reason
+    if refused is not None and (other or _lacking_all(config, result)):  # only a different run fits
         raise refused if out is not None else typer.Exit(2)  # nothing is written
     if out is not None:
-        _write(config, hardware, found, out)
+        _write(config, hardware, result, out)
 
 
-def _decided(config: Config, hardware: str, own: bool) -> Decided:
-    """Decide the run of a file as written, the run of a model with what `optrush init` would add to --with."""
+def _decided(config: Config, hardware: str, as_written: bool) -> Decided:
+    """Decide a file's run as written; for a model, with the techniques that `optrush init` would add to --with."""
     from optrush.decide import changed, decide
 
-    (device, ranks), adds = parse_hardware(hardware), bool(config.with_) and not own
+    (device, ranks), adds = parse_hardware(hardware), bool(config.with_) and not as_written
     config = changed(config, {"method": config.method or "auto"}) if adds else config
     return decide(config, ranks=ranks, device=device, here=hardware == "auto", choose=adds or None)
 
 
 def _hosted(hardware: str, memory_gib: float, solve: str | None) -> str:
-    """Return the name of the hardware in a host with so much memory."""
+    """Return the name of the hardware in a host with this memory."""
     if parse_hardware(hardware)[0].kind != "cuda" or not memory_gib < 1e6 or solve == "cheapest":
         others = f"--hardware {hardware}{' --solve cheapest' * (solve == 'cheapest')}"
         raise ConfigError(f"--host-memory {memory_gib:g}", others, "name a GPU, such as --hardware 4090; below 1e6 GiB")
@@ -139,23 +139,23 @@ def _hosted(hardware: str, memory_gib: float, solve: str | None) -> str:
 
 
 def _solved(config: Config, hardware: str, what: str, others: Sequence[str], as_json: bool) -> str:
-    """Return the answer of --solve; raise ConfigError with other options, which it does not read."""
-    from optrush.planner import answer as asked
+    """Return the answer of --solve; raise ConfigError for options that it does not support."""
+    from optrush.planner import answer as answers
 
     for option in others:
-        why = "it compares all cards that have a price" if option == "--hardware" else "--solve prints one line"
-        raise ConfigError(f"--solve {what} with {option}", why, f"leave out {option}; then plan its answer")
-    text, values = asked.solve(config, hardware, what)
+        reason = "it compares all cards that have a price" if option == "--hardware" else "--solve prints one line"
+        raise ConfigError(f"--solve {what} with {option}", reason, f"leave out {option}; then plan its answer")
+    text, values = answers.solve(config, hardware, what)
     return json.dumps(values) if as_json else text
 
 
 def _is_file(path: Path) -> bool:
-    """Return whether a file is meant, not a model."""
+    """Return whether the argument is a file, not a model."""
     return path.is_file() or path.suffix in (".yaml", ".yml", ".json")
 
 
 def _asked(path: Path, data: str | None, name: str, *flags: list[str]) -> Config:
-    """Return the configuration of a YAML, or that of a first run of a model."""
+    """Return the configuration of a YAML, or of a model's first run."""
     if _is_file(path):
         if data is not None:
             raise ConfigError(f"--data {data}", f"{path} names its data", f"--set data.path={data}")
@@ -165,12 +165,12 @@ def _asked(path: Path, data: str | None, name: str, *flags: list[str]) -> Config
     return of_model(str(path), data, name, *flags)
 
 
-def _write(config: Config, name: str, found: Answer, out: Path) -> None:
+def _write(config: Config, name: str, result: Answer, out: Path) -> None:
     from optrush.config import dump_config
 
-    best = found.best
+    best = result.best
     if best is None or best.setting is None:
-        do = found.nearest[0] if found.nearest else "take a smaller model, shorter rows or other hardware"
+        do = result.nearest[0] if result.nearest else "take a smaller model, shorter rows or other hardware"
         raise ConfigError(f"--out {out}", "no setting fits", do)
     device, ranks = parse_hardware(name)
     hosts = device.hosts
@@ -186,7 +186,7 @@ def _write(config: Config, name: str, found: Answer, out: Path) -> None:
 
 
 def _over(config: Config, way: Way) -> Config:
-    """Return the configuration with a method and its setting."""
+    """Return the configuration with a method's setting."""
     from optrush.config import METHODS
     from optrush.decide import changed, with_rate, with_setting
 
@@ -199,17 +199,17 @@ def _document(
     config: Config, decided: Decided | None, prediction: Prediction | None, refused: UserError | None, answer: Answer,
     hardware: str, price: float | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Build the document of --json: the prediction's fields, null where it was refused, and the answer."""
+    """Build the document of --json: the prediction's fields, null if it was rejected, and the answer."""
     from optrush.planner.run_time import RunTime, run_time
     from optrush.planner.sets import Prediction
 
     names = [f.name for f in dataclasses.fields(Prediction)]
-    own = dict.fromkeys(names) if prediction is None else dataclasses.asdict(prediction)
+    fields = dict.fromkeys(names) if prediction is None else dataclasses.asdict(prediction)
     time = RunTime(None) if prediction is None else run_time(config, prediction, answer.tokens)
     best = answer.best
     settings = answer.found.settings or ((best.setting,) if best is not None and best.setting is not None else ())
     return {
-        **own,
+        **fields,
         "decided": None if decided is None else decided.facts(),
         "fits": prediction is not None and prediction.fits,
         **_time_document(time, hardware, price),
@@ -220,7 +220,7 @@ def _document(
             for s in settings
         ],
         "tried": answer.found.tried,
-        "lost": [{"what": what, "why": why} for what, why in answer.found.lost],
+        "lost": [{"what": what, "why": reason} for what, reason in answer.found.lost],
         "answer": {
             "fits": best is not None,
             "methods": [_way_document(w, hardware, price) for w in answer.ways],
@@ -255,7 +255,7 @@ def _time_document(time: RunTime, hardware: str, price: float | None) -> dict[st
 
 
 def _usd(seconds: float | None, name: str, price: float | None) -> float | None:
-    """Return the price of a run; None: its length or the price of an hour is not known."""
+    """Return the price of a run; None: its duration or the hourly price is unknown."""
     device, ranks = parse_hardware(name)
     listed = None if name == "auto" else price_usd_h(device)
     an_hour = listed if price is None else price
@@ -266,7 +266,7 @@ def _text(
     config: Config, hardware: str, decided: Decided | None, prediction: Prediction | None, refused: UserError | None,
     answer: Answer, price: float | None, details: bool,
 ) -> list[str]:  # fmt: skip
-    """Format the answer, its methods and better settings; with `details` memory as bars, work and other models."""
+    """Format the answer, its methods and better settings; with `details` also memory bars, work and other models."""
     from optrush.decide import NothingFits
     from optrush.planner.run_time import run_time
 
@@ -274,7 +274,7 @@ def _text(
     if isinstance(refused, NoRowsError):
         lines.insert(0, f"no data given for `objective: {config.objective}`; planned with rows that are full:")
     elif refused is not None and not isinstance(refused, NothingFits):
-        lines[: answer.best is None] = ()  # memory did not rule it out
+        lines[: answer.best is None] = ()  # memory is not the reason
         lines.insert(0, f"invalid as configured: {refused.asked}: {refused.found}; alternatives:")
     if details:
         lines.append("as configured")
@@ -290,24 +290,24 @@ def _text(
         lines.append(f"as configured: {'does NOT fit' if isinstance(refused, NothingFits) else 'refused'}")
     if refused is not None:
         lines += [f"  {text}" for text in str(_pointing(refused, answer)).splitlines()]
-    found = answer.found
-    if found.settings:
-        first = f"the best of {found.tried} compatible sets of techniques, each with its micro-batch"
-        speeds = [s.prediction.tokens_per_s for s in found.settings]
+    result = answer.found
+    if result.settings:
+        first = f"the best of {result.tried} compatible sets of techniques, each with its micro-batch"
+        speeds = [s.prediction.tokens_per_s for s in result.settings]
         first += "" if None not in speeds else ", in the order of their speeds on an H100"
         first += "" if speeds == sorted(speeds, key=lambda s: -(s or 0)) else "; the whole run decides, start included"
         lines += ["", first]
-    for place, setting in enumerate(found.settings, 1):
+    for place, setting in enumerate(result.settings, 1):
         lines.append(f"  {place}. {setting.title}{_without(config, setting)}")
         lines.append(f"     {_short(setting)}")
     named = {f"without {name}": f"  without {name}, which you named" for name in _named(config)}
-    faster = {what: why for what, why in found.lost if what in named and re.match(r"\+(?!0%)\d+% tokens/s", why)}
-    lines += [f"{named[what]}: {why}" for what, why in faster.items()]
+    faster = {what: note for what, note in result.lost if what in named and re.match(r"\+(?!0%)\d+% tokens/s", note)}
+    lines += [f"{named[what]}: {note}" for what, note in faster.items()]
     return lines + (_other_lines(config, hardware, answer) if details else [])
 
 
 def _pointing(refused: UserError, answer: Answer) -> UserError:
-    """Return a refusal for want of memory with what was found above as what to do, not with a second setting."""
+    """Return an out-of-memory error whose remedy points to the settings above, instead of a second setting."""
     from optrush.decide import NothingFits
 
     if not isinstance(refused, NothingFits) or not (answer.best or answer.nearest):
@@ -317,7 +317,7 @@ def _pointing(refused: UserError, answer: Answer) -> UserError:
 
 
 def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | None) -> list[str]:
-    """Format the answer in one line, then a line for each method, or what is nearest."""
+    """Format the answer in one line, then a line per method, or the nearest settings."""
     from optrush.config import METHODS
     from optrush.planner.answer import planned_notes, typed
 
@@ -361,12 +361,12 @@ def _answer_lines(config: Config, hardware: str, answer: Answer, price: float | 
 
 
 def _lacking(config: Config, setting: Candidate) -> list[str]:
-    """Return the configured techniques that a set lacks, of those that no search chooses."""
+    """Return the configured, unsearched techniques that a set lacks."""
     return [name for name in _named(config) if name not in setting.with_]
 
 
 def _named(config: Config) -> list[str]:
-    """Return the configured techniques that no search chooses."""
+    """Return the configured techniques that a search does not choose."""
     from optrush.techniques import ALL
 
     searched = {technique.name for technique in ALL if technique.searched}
@@ -374,7 +374,7 @@ def _named(config: Config) -> list[str]:
 
 
 def _lacking_all(config: Config, answer: Answer) -> bool:
-    """Return whether something fits, and each of the best sets lacks what the configuration names."""
+    """Return whether something fits, but each of the best sets lacks a configured technique."""
     fitting = [way.setting for way in answer.ways if way.setting is not None]
     return bool(fitting) and all(_lacking(config, setting) for setting in fitting)
 
@@ -385,7 +385,7 @@ def _without(config: Config, setting: Candidate) -> str:
 
 
 def _time(config: Config, time: RunTime, hardware: str, price: float | None) -> str:
-    """Format how long a run takes and what it costs; steps by an estimate of its tokens are "about" so many."""
+    """Format the duration and price of a run; "about" marks steps from estimated tokens."""
     from optrush.console import duration
 
     if time.steps is None or time.start_s is None or time.steps_s is None or time.end_s is None:
@@ -393,25 +393,25 @@ def _time(config: Config, time: RunTime, hardware: str, price: float | None) -> 
     about = "" if config.train.steps is not None else "about "
     start, steps, end = map(duration, (time.start_s, time.steps_s, time.end_s))
     usd = _usd(time.seconds, hardware, price)
-    own, size = "this data: ", ""
+    source, size = "this data: ", ""
     if config.data.random is not None:
-        own, size = "", f" of {config.batch.tokens:,} tokens"
-    text = f"; {own}{about}{time.steps:,.0f} steps{size}, {steps} + start {start} + end {end}"
+        source, size = "", f" of {config.batch.tokens:,} tokens"
+    text = f"; {source}{about}{time.steps:,.0f} steps{size}, {steps} + start {start} + end {end}"
     unknown = ", no list price (--price USD)" * (hardware != "auto" and parse_hardware(hardware)[0].kind == "cuda")
     return text + (unknown if usd is None else f", {usd:,.2f} USD")
 
 
 def _other_lines(config: Config, hardware: str, answer: Answer) -> list[str]:
-    """Format what other techniques would change, and other models of the family."""
+    """Format the changes by other techniques, and other models of the family."""
     from optrush.planner import search as planner
 
-    found, best = answer.found, answer.best
+    result, best = answer.found, answer.best
     if best is None or best.setting is None:
         return []
-    lines = ["", "beside the best"] if found.lost else []
-    width = max((len(what) for what, _ in found.lost), default=0)
-    lines += [f"  {what:<{width}}  {why}" for what, why in found.lost]
-    rows = list(planner.family(config, hardware, found.settings[0] if found.settings else best.setting))
+    lines = ["", "beside the best"] if result.lost else []
+    width = max((len(what) for what, _ in result.lost), default=0)
+    lines += [f"  {what:<{width}}  {reason}" for what, reason in result.lost]
+    rows = list(planner.family(config, hardware, result.settings[0] if result.settings else best.setting))
     lines += ["", "the same on models of the family"] if rows else []
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, parameters, other in rows:
@@ -423,7 +423,7 @@ def _other_lines(config: Config, hardware: str, answer: Answer) -> list[str]:
 
 
 def memory_lines(p: Prediction) -> list[str]:
-    """Format the lines at the peak as bars, largest first, and the bytes of a parameter."""
+    """Format the lines at the peak as bars, largest first, and the bytes per parameter."""
     kinds = " + ".join(f"{kind} {size:.3g}" for kind, size in p.a_parameter.items())
     total = sum(p.a_parameter.values())
     room = ""
@@ -481,7 +481,7 @@ def _short(s: Candidate) -> str:
 
 
 def _on_host(p: Prediction, short: bool = False) -> str:
-    """Format what a rank keeps in host memory, and unless `short`, what it may have there."""
+    """Format a rank's bytes in host memory, and unless `short`, its room there."""
     if not p.host_bytes:
         return ""
     most, assumed = p.host_room_bytes, " (assumed)" * p.host_assumed
@@ -491,9 +491,9 @@ def _on_host(p: Prediction, short: bool = False) -> str:
 
 # --- calibrate
 
-LINK_S = 10.0  # of links
-EVERY_S = 10.0  # between two lines, without a terminal
-UNSTEADY = 0.10  # the median spread of a rate over the rounds above which a warning is printed
+LINK_S = 10.0  # seconds of link measurements
+EVERY_S = 10.0  # seconds between lines, without a terminal
+UNSTEADY = 0.10  # median spread of rates over the rounds that triggers a warning
 
 
 def calibrate(
@@ -546,16 +546,16 @@ def calibrate(
     if out is not None and out.exists():
         raise ConfigError(f"--out {out}", "this file exists", "use another name")
     for folder in (calibration.folder(), *(() if out is None else (out.absolute().parent,))):
-        calibration.check_writable(folder)  # before a minute is spent
+        calibration.check_writable(folder)  # before a minute of measurement
     device = first_device()
     with _progress() as report:
-        found = measure_rates(loads(config, device), device, seconds, report)
-    file = calibration.path(found)
-    if file.exists():  # what ranks exchange was measured apart
-        found = dataclasses.replace(found, links=calibration.read_calibration(file).links)
+        measured = measure_rates(loads(config, device), device, seconds, report)
+    file = calibration.path(measured)
+    if file.exists():  # links were measured separately
+        measured = dataclasses.replace(measured, links=calibration.read_calibration(file).links)
     for target in (file, *(() if out is None else (out,))):
-        calibration.write_calibration(found, target)
-    print(json.dumps(dataclasses.asdict(found)) if as_json else "\n".join(_calibration_text(found)))
+        calibration.write_calibration(measured, target)
+    print(json.dumps(dataclasses.asdict(measured)) if as_json else "\n".join(_calibration_text(measured)))
     print(f"kept in {file}", file=sys.stderr)
 
 
@@ -580,25 +580,25 @@ def _calibrate_links(ranks: int, seconds: float, out: Path | None, as_json: bool
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
     from optrush.planner.calibrate import measure_links
 
-    found = dataclasses.replace(kept, links=measure_links(device, launched()[0], ranks, seconds))
+    measured = dataclasses.replace(kept, links=measure_links(device, launched()[0], ranks, seconds))
     if launched()[0]:
         return
-    file = calibration.path(found)
+    file = calibration.path(measured)
     for target in (file, *(() if out is None else (out,))):
-        calibration.write_calibration(found, target)
-    print(json.dumps(dataclasses.asdict(found)) if as_json else "\n".join(_links_text(found)))
+        calibration.write_calibration(measured, target)
+    print(json.dumps(dataclasses.asdict(measured)) if as_json else "\n".join(_links_text(measured)))
     print(f"kept in {file}", file=sys.stderr)
 
 
 def _links_text(c: Calibration) -> list[str]:
-    """Format a row for each collective."""
+    """Format one row per collective."""
     rows = (f"{r.operation:<16} {r.bytes_s / 1e9:9.3g} GB/s, {r.latency_s * 1e6:9.3g} us at least" for r in c.links)
     return [f"{c.device}, {c.links[0].ranks} ranks", *rows]
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Yield a function that shows steps done, all steps and the current one: in a bar, or in a line now and then."""
+    """Yield a function that shows (steps done, all steps, current step): as a bar, or in occasional lines."""
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
     from optrush.console import err
@@ -622,7 +622,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _calibration_text(c: Calibration) -> list[str]:
-    """Format a row for each shape, with its three products."""
+    """Format one row per shape, with its three matmuls."""
     lines = [f"{c.device}, torch {c.torch}" + (f", driver {c.driver}" if c.driver else ""), ""]
     rows: dict[tuple[Any, ...], dict[str, float]] = {}
     for p in c.products:

@@ -39,7 +39,7 @@ from optrush.technique import (
 )
 from optrush.techniques import ALL
 
-MODEL, DATA = "tiny", "sample:recipes"  # what --yes takes
+MODEL, DATA = "tiny", "sample:recipes"  # defaults of --yes
 
 
 def init(
@@ -88,7 +88,7 @@ def init(
     asking = sys.stdin.isatty() and not yes
 
     def value(flag: str, given: str | None, default: str, help_: str, check: Callable[[str], str] | None) -> str:
-        """From the flag, from --yes, or from the terminal."""
+        """Return the value of the flag, the default of --yes, or the answer to a prompt."""
         if given is not None:
             return given
         if yes:
@@ -123,7 +123,7 @@ def init(
 
 @contextmanager
 def _captioned(file: Path, force: bool) -> Iterator[Callable[[str], str]]:
-    """Yield a function that writes rows of a folder of images and returns the file; an error removes the file."""
+    """Yield a function that writes the rows of an image folder and returns the file; remove the file after an error."""
     from optrush.data.captions import has_images, write_captions
 
     rows = file.with_suffix(".jsonl")
@@ -146,7 +146,7 @@ def _captioned(file: Path, force: bool) -> Iterator[Callable[[str], str]]:
 
 
 def _how(method: str | None, seq: int | None, epochs: float | None, asking: bool) -> tuple[str, int | None, float]:
-    """Return method, tokens of a row and epochs, from the flags or the terminal."""
+    """Return method, tokens per row and epochs, from the flags or the terminal."""
     from optrush.planner.init_config import check_method, check_number
 
     if method is None:
@@ -196,7 +196,7 @@ def _prompt(flag: str, default: str, help_: str, check: Callable[[str], str] | N
 
 
 def _new(file: Path) -> str:
-    """Return a folder under runs/ that is named like the file and does not exist."""
+    """Return a new folder under runs/ with the file's name."""
     names = (f"runs/{file.stem}" + (f"-{n}" if n > 1 else "") for n in range(1, 10_000))
     return next(name for name in names if not os.path.lexists(name))
 
@@ -237,7 +237,7 @@ WARMING = """
 
 
 def _warm() -> tuple[float, float, str]:
-    """Train two steps twice in a temporary folder; return the seconds of both, and what could not be kept.
+    """Train two steps twice in a temporary folder; return the seconds of both, and the caches that were not kept.
 
     Raises:
         RunError: the run failed.
@@ -291,7 +291,7 @@ def _facts(machine: MachineFacts) -> list[str]:
     return [f"{name:<13} {value}" for name, value in rows]
 
 
-NAME = 21  # letters of a technique's name
+NAME = 21  # width of the column of names
 
 
 def _standing(standing: Standing) -> list[str]:
@@ -376,10 +376,10 @@ def config_schema(classes: Sequence[type[Technique]] = ALL) -> dict[str, Any]:
 
     from optrush.config import Config
 
-    found = Config.model_json_schema(by_alias=True)
-    short = {name: found["properties"][name] for name in ("model", "tracker")}  # a text alone is their short form
-    found["properties"] |= {name: {"anyOf": [{"type": "string"}, part]} for name, part in short.items()}
-    rule = found["$defs"]["Grpo"]["properties"]["rewards"]
+    document = Config.model_json_schema(by_alias=True)
+    short = {name: document["properties"][name] for name in ("model", "tracker")}  # each has text as a short form
+    document["properties"] |= {name: {"anyOf": [{"type": "string"}, part]} for name, part in short.items()}
+    rule = document["$defs"]["Grpo"]["properties"]["rewards"]
     rule["items"] = {"anyOf": [{"type": "string"}, rule["items"]]}
     techniques = {}
     for cls in classes:
@@ -388,16 +388,16 @@ def config_schema(classes: Sequence[type[Technique]] = ALL) -> dict[str, Any]:
             options[option.name] = TypeAdapter(hints[option.name]).json_schema() | {"default": option.default}
         body = {"type": ["object", "null"], "properties": options, "additionalProperties": False}
         techniques[cls.name] = {**body, "description": cls.summary}
-    found["properties"]["with"] = {"type": "object", "properties": techniques, "additionalProperties": False}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
+    document["properties"]["with"] = {"type": "object", "properties": techniques, "additionalProperties": False}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document}
 
 
-# --- what `optrush doctor` shows; determined without torch
+# --- facts of `optrush doctor`, without torch
 #
-# A technique can run if its own `needs` are met, as in a run; the compile stage also needs compilers.
+# A technique can run if its `needs` are met, as in a run; the compile stage also needs compilers.
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
-OPTIONAL = ("triton",)  # installed with torch where there is a GPU build of it
+OPTIONAL = ("triton",)  # comes with torch's GPU builds
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -420,12 +420,12 @@ class Standing:
     runs: bool
     several: bool  # it needs more than one rank
     lacks: tuple[Requirement, ...]
-    options: tuple[tuple[str, tuple[Requirement, ...]], ...]  # other values, `impl=varlen`, and what each lacks
+    options: tuple[tuple[str, tuple[Requirement, ...]], ...]  # other values (`impl=varlen`), and their unmet needs
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """All that `optrush doctor` shows."""
+    """The facts shown by `optrush doctor`."""
 
     devices: tuple[Device, ...]
     driver: str | None  # the newest CUDA that the driver runs
@@ -459,7 +459,7 @@ def examine(classes: Sequence[type[Technique]] = ALL) -> MachineFacts:
 
 
 def problems(devices: Sequence[Device], packages: dict[str, str | None]) -> Iterator[Requirement]:
-    """Yield what every run needs and this machine lacks."""
+    """Yield requirements of every run that this machine does not meet."""
     for name in REQUIRED:
         if packages[name] is None:
             yield Requirement(False, f"the package {name}", "not installed", f"python -m pip install {name}")
@@ -475,7 +475,7 @@ def problems(devices: Sequence[Device], packages: dict[str, str | None]) -> Iter
 
 
 def standing(cls: type[Technique], devices: Sequence[Device]) -> Standing:
-    """Return whether a technique can run here, with its defaults and with each other choice of its options."""
+    """Return whether a technique can run here, with its defaults and with each other option value."""
     device = devices[0] if devices else hardware.cpu()
     most = len(devices) or 2  # processes share a CPU, but not a GPU
     plain = cls(**cls.sample)
@@ -492,7 +492,7 @@ def standing(cls: type[Technique], devices: Sequence[Device]) -> Standing:
 
 
 def choices(cls: type[Technique]) -> Iterator[tuple[str, Any]]:
-    """Yield (option, value) for every value of options of type Literal, but for the default and for what is off."""
+    """Yield (option, value) for every value of Literal options, except defaults and values that switch it off."""
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if get_origin(hints[field.name]) is Literal:
@@ -500,15 +500,15 @@ def choices(cls: type[Technique]) -> Iterator[tuple[str, Any]]:
 
 
 def lacking(technique: Technique, device: Device, ranks: int) -> list[Requirement]:
-    """Return what a technique lacks on a device in any run: the fewest unmet needs over the owners of parts."""
-    # An ordinary run, one of whole steps without clipping, and one whose ranks share rows meet needs of the model
-    # (blocks, dtype, positions), of the step and of other techniques, so that those of the machine remain.
+    """Return the unmet needs of a technique on a device in any run: the fewest over the owners of parts."""
+    # An ordinary run, a run of whole steps without clipping, and a run with ranks that share rows meet all needs of the
+    # model (blocks, dtype, positions), of the step and of other techniques; the machine's needs remain.
     plain = Environment(
         device=device, ranks=ranks, seq=2048, rows=8 * ranks, micro_rows=1, clip=1.0, dtype="float32", native=True,
         blocks=16, axes=technique.axes(),
     )  # fmt: skip
     owners = [frozenset[Part](), *(frozenset({p}) for p in Part), frozenset(Part)]
-    stochastic = dataclasses.replace(plain.spec, rounding="stochastic")  # as by bf16
+    stochastic = dataclasses.replace(plain.spec, rounding="stochastic")  # like bf16
     changes: tuple[dict[str, Any], ...]
     changes = {}, {"micro_rows": 8, "clip": None}, {"spec": stochastic}, {"axes": {"cp": ranks, **plain.axes}}
     runs = [dataclasses.replace(plain, **change) for change in changes]

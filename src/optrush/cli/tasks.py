@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from optrush.generation import ModelSource
 
 PACKAGE = "lm_eval"
-BATCH = 8  # requests at a time
+BATCH = 8  # requests per batch
 
 
 def run_tasks(source: ModelSource, names: list[str], limit: int | None) -> dict[str, Any]:
@@ -28,13 +28,13 @@ def run_tasks(source: ModelSource, names: list[str], limit: int | None) -> dict[
         limit: requests a task; None for all.
 
     Returns:
-        `tasks`: by name its finite figures (`acc`, `acc_stderr`; others as `acc,filter`), `samples` and `version`;
+        `tasks`: by name, its finite figures (`acc`, `acc_stderr`; with filters `acc,filter`), `samples` and `version`;
         `harness`: its version.
 
     Raises:
         NeedsError: the harness is not installed.
-        ConfigError: a task is not known, or a file is none of a task.
-        RunError: a task's data cannot be had, or the harness failed.
+        ConfigError: an unknown task, or a file that does not define a task.
+        RunError: a task's data is unavailable, or the harness failed.
     """
     from optrush.technique import library
 
@@ -55,31 +55,31 @@ def run_tasks(source: ModelSource, names: list[str], limit: int | None) -> dict[
             raise ConfigError(f"--tasks {name}", found, _close(name, manager.all_tasks))
     where = {"pretrained": str(source.folder), "peft": None if source.adapter is None else str(source.adapter)}
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             "hf", model_args=where, tasks=list(tasks), limit=limit, batch_size=BATCH, task_manager=manager,
             device="cuda" if torch.cuda.is_available() else "cpu", log_samples=False, bootstrap_iters=0,
         )  # fmt: skip
-    except Exception as error:  # of a library that reads anything from anywhere
+    except Exception as error:  # the library reads arbitrary files and addresses
         raise RunError(f"the tasks {', '.join(tasks)} could not be measured: {reason(error)}") from error
-    assert found is not None, "this is the only process"
-    return {"tasks": {name: _figures(found, name) for name in found["results"]}, "harness": version}
+    assert results is not None, "this is the only process"
+    return {"tasks": {name: _figures(results, name) for name in results["results"]}, "harness": version}
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the figures as text, a line each."""
+    """Return the figures as text, one per line."""
     rows = [
         (name, key, str(value) if isinstance(value, int) else f"{value:.4f}")
         for name, figures in result["tasks"].items()
         for key, value in figures.items()
         if key not in ("samples", "version") and not key.endswith("_stderr")
     ]
-    counts = {name: figures["samples"] for name, figures in result["tasks"].items()}  # a group of tasks has none
+    counts = {name: figures["samples"] for name, figures in result["tasks"].items()}  # groups of tasks have no count
     ends = {name: "" if count is None else f"  of {count}" for name, count in counts.items()}
     return "\n".join(f"{name:<24} {key:<16} {value:>10}{ends[name]}" for name, key, value in rows)
 
 
 def _named(names: list[str]) -> tuple[list[str], list[str]]:
-    """Return the tasks' names, and the folders of those that were given as files."""
+    """Return the tasks' names, and the folders of tasks given as files."""
     import yaml
 
     tasks, folders = [], []
@@ -90,7 +90,7 @@ def _named(names: list[str]) -> tuple[list[str], list[str]]:
         path = Path(name).absolute()
         if not path.is_file():
             raise ConfigError(f"--tasks {name}", "no such file", "name a task, or a task's YAML file")
-        try:  # line by line: the harness has tags of its own, which are not of interest here
+        try:  # line by line, because of the harness's own YAML tags
             lines = [line.partition(":") for line in read_text(path).splitlines()]
             task = next((yaml.safe_load(value) for key, _, value in lines if key == "task"), None)
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -109,11 +109,11 @@ def _close(name: str, known: list[str]) -> str:
     return f"did you mean {', '.join(close)}?" if close else "lm_eval ls tasks lists them"
 
 
-def _figures(found: Any, name: str) -> dict[str, Any]:
-    """Return a task's finite numbers, under their metric's name alone where no filter was applied."""
+def _figures(results: Any, name: str) -> dict[str, Any]:
+    """Return a task's finite numbers by metric, or by `metric,filter` if a filter was applied."""
     figures = {}
-    for key, value in found["results"][name].items():
+    for key, value in results["results"][name].items():
         if isinstance(value, int | float) and math.isfinite(value) and "," in key:
             figures[key.removesuffix(",none")] = value
-    counts = found.get("n-samples", {}).get(name, {})
-    return {**figures, "samples": counts.get("effective"), "version": found["versions"].get(name)}
+    counts = results.get("n-samples", {}).get(name, {})
+    return {**figures, "samples": counts.get("effective"), "version": results["versions"].get(name)}

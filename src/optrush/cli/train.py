@@ -1,4 +1,4 @@
-"""The verbs train and eval: train a model, measure its held-out loss."""
+"""train: train a model. eval: measure its held-out loss."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ def train_command(
     with distributed.leaving():
         outcome = run(RunRequest(decided, start, frozenset(allow_change), begun=BEGUN))
     if outcome.code == 0 and launched()[0] == 0:
-        own = config.loss is not None or config.objective in SECTIONS
-        print("\n".join(map(shown, outcome.closing_lines(own, config.scored))), file=sys.stderr)
+        own_metrics = config.loss is not None or config.objective in SECTIONS
+        print("\n".join(map(shown, outcome.closing_lines(own_metrics, config.scored))), file=sys.stderr)
         print(outcome.output)
     raise typer.Exit(outcome.code)
 
 
 def _checked(decided: Decided, start: Literal["auto"] | Path | None) -> Callable[[], str]:
-    """Check the run's output folder in one process, not in each rank; return what gives the remedy later."""
+    """Check the run's output folder in one process, not in each rank; return a function for the remedy."""
     from optrush.trainer.run import check_run_output
     from optrush.trainer.run_dir import resume_line
 
@@ -117,17 +117,17 @@ def _checked(decided: Decided, start: Literal["auto"] | Path | None) -> Callable
 def _check_flags(
     allow_change: list[str], resume: str | None, dry_run: bool, overfit: int | None, steps: int | None, as_json: bool
 ) -> None:
-    """Raise ConfigError for flags that have no meaning together."""
+    """Raise ConfigError for incompatible flags."""
     no_document = "no --dry-run and no --overfit: a run writes metrics.jsonl, no document"
     nothing = "no --resume: there is nothing to compare with"
-    overfits, one = overfit is not None, "leave one of them out"
+    overfits, fix = overfit is not None, "leave one of them out"
     alone = "it begins with the model, and leaves no checkpoint"
     for wrong, asked, found, do in (
         (allow_change and resume is None, "--allow-change", nothing, "leave it out"),
         (as_json and not (dry_run or overfits), "--json", no_document, "give both, or neither"),
         (steps is not None and not overfits, "--overfit-steps", "no --overfit", "give both, or neither"),
-        (overfits and dry_run, "--overfit with --dry-run", "one trains and the other does not", one),
-        (overfits and resume is not None, "--overfit with --resume", alone, one),
+        (overfits and dry_run, "--overfit with --dry-run", "one trains and the other does not", fix),
+        (overfits and resume is not None, "--overfit with --resume", alone, fix),
     ):
         if wrong:
             raise ConfigError(asked, found, do)
@@ -148,7 +148,7 @@ def _show_dry_run(decided: Decided, start: Literal["auto"] | Path | None, as_jso
         rows = ["random tokens: nothing to decode"] if facts["rows"] is None else data_lines(page, use_color())
         plan = () if prediction is None else (memory_lines(prediction), work_lines(prediction))
         text = dry_run.dry_run_text(facts, config, rows, *([line[2:] for line in lines] for lines in plan))
-    # The rows are the user's text, whatever the terminal can encode.
+    # The rows are the user's text, and the terminal may not encode all of it.
     print(text.encode(sys.stdout.encoding or "utf-8", "backslashreplace").decode(sys.stdout.encoding or "utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""tune: measure the plan's best settings of a configuration, and write the fastest one that is proved."""
+"""tune: measure the plan's best settings of a configuration, and write the fastest proved one."""
 
 from __future__ import annotations
 
@@ -91,50 +91,50 @@ def seconds(text: str) -> float:
     """Parse a duration: 90s, 10m, 1h, or a number of seconds.
 
     Raises:
-        ConfigError: it is none, or shorter than a second.
+        ConfigError: not a duration, or shorter than a second.
     """
     number, unit = (text[:-1], SECONDS[text[-1]]) if text[-1:] in SECONDS else (text, 1)
     try:
-        found = float(number) * unit
+        duration = float(number) * unit
     except ValueError:
-        found = 0.0
-    if not 1 <= found < 1e6:
+        duration = 0.0
+    if not 1 <= duration < 1e6:
         raise ConfigError(f"--budget {text}", "no time", "write 90s, 10m or 1h")
-    return found
+    return duration
 
 
-def _table(found: Tuned) -> Sequence[str]:
-    """Format a row for each setting: planned and measured speed, the ratio, the peak, the outcome, the changes."""
+def _table(tuned: Tuned) -> Sequence[str]:
+    """Format one row per setting: planned and measured speed, the ratio, the peak, the outcome, the changes."""
     head = ("", "planned tok/s", "tok/s", "x", "peak GiB", "")
     rows: list[tuple[str, ...]] = [head]
-    for t in found.tried:
+    for t in tuned.tried:
         peak = t.peak_bytes or t.planned_peak_bytes
         figures = (t.planned_tokens_per_s, t.tokens_per_s)
         speeds = ("-" if speed is None else f"{speed:,.0f}" for speed in figures)
         ratio = "" if t.ratio is None else f"{t.ratio:.2f}"
-        outcome = "taken" if t.name == found.winner and t.outcome != "planned" else t.outcome
+        outcome = "taken" if t.name == tuned.winner and t.outcome != "planned" else t.outcome
         rows.append((t.name, *speeds, ratio, "-" if peak is None else f"{peak / GIB:.2f}", outcome))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = []
     for n, row in enumerate(rows):
         cells = [row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, 5)), row[5]]
         lines.append("  ".join(cells).rstrip())
-        if n and found.tried[n - 1].name.startswith("setting"):
-            lines.append(f"  {found.tried[n - 1].changes}")
+        if n and tuned.tried[n - 1].name.startswith("setting"):
+            lines.append(f"  {tuned.tried[n - 1].changes}")
     return lines
 
 
-def _document(found: Tuned) -> dict[str, Any]:
+def _document(tuned: Tuned) -> dict[str, Any]:
     tried = [
         {
             "name": t.name, "changes": t.changes, "with": t.config.with_, "micro_tokens": t.config.batch.micro_tokens,
             "planned_tokens_per_s": t.planned_tokens_per_s, "planned_peak_bytes": t.planned_peak_bytes,
             "tokens_per_s": t.tokens_per_s, "peak_bytes": t.peak_bytes, "ratio": t.ratio, "outcome": t.outcome,
         }
-        for t in found.tried
+        for t in tuned.tried
     ]  # fmt: skip
     return {
-        "winner": found.winner, "ratio": found.ratio, "proof": found.proof, "spent_s": found.spent_s,
-        "pays_back_s": found.pays_back_s, "planned_s": found.planned_s, "out": str(found.out), "tried": tried,
-        "notes": list(found.notes),
+        "winner": tuned.winner, "ratio": tuned.ratio, "proof": tuned.proof, "spent_s": tuned.spent_s,
+        "pays_back_s": tuned.pays_back_s, "planned_s": tuned.planned_s, "out": str(tuned.out), "tried": tried,
+        "notes": list(tuned.notes),
     }  # fmt: skip

@@ -1,1 +1,1 @@
-"""What a run will need and how fast it will be: the ledger of memory, the cost of a step, the search. Pure."""
+"""Predict a run's memory and speed: the ledger of memory, the cost of a step, the search. Pure."""

@@ -1,8 +1,8 @@
-"""Answer what a user asks of the planner: what fits, by which method, how fast, and what is nearest if nothing does.
+"""Answer a user's questions: which methods fit, how fast they are, and the nearest change if nothing fits.
 
-A method is what is trained (all weights, adapters, adapters on 8 or 4 bits). Each is searched for its fastest set of
-techniques, then methods are ranked: the one that costs least in quality comes first, unless it is tight, or another one
-is more than `SLOWER` times as fast. Pure.
+A method defines the trained parameters (all weights, adapters, adapters on 8 or 4 bits). The fastest set of techniques
+of each is searched, then methods are ranked: the least cost in quality comes first, unless it is tight, or another
+method is more than `SLOWER` times as fast. Pure.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from optrush.planner.sets import Candidate, SearchResult
 from optrush.technique import RANK_PARTS, Environment, Part, Technique, instantiate, mesh_text
 from optrush.techniques import ALL
 
-HOST_GPUS = 8  # GPUs of a host at most, of which more are suggested
+HOST_GPUS = 8  # most GPUs per host in suggestions
 SLOWER = 2.0
-NEAR = 1.05  # as fast, where one of two sets leaves room for the plan's error
-MUCH = 1.5  # what a set must be faster by that is tried for want of memory, where another one fits
-SHORTEST = 256  # tokens of a row, below which shorter rows are no advice
-LONGEST = 1 << 20  # that are tried
+NEAR = 1.05  # speed ratio up to which a set with room for the plan's error is preferred
+MUCH = 1.5  # speedup required of a set that saves memory at the cost of work, if another one fits
+SHORTEST = 256  # tokens per row; shorter rows are not suggested
+LONGEST = 1 << 20  # tokens per row, tried at most
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class Way:
     """A method with the fastest setting that fits."""
 
     method: str
-    quality: tuple[str, ...]  # what it costs, as sentences of a few words
-    setting: Candidate | None  # None: none fits
-    least: Short | None  # where none fits
+    quality: tuple[str, ...]  # its costs in quality, in a few words each
+    setting: Candidate | None  # None: no set fits
+    least: Short | None  # requirement of the smallest set, if no set fits
     time: RunTime = UNKNOWN
     mesh: str = ""  # the ranks' axes, and the techniques that divide the run over them
-    refused: str = ""  # why the model has no such method; empty: it has
+    refused: str = ""  # why the model does not support the method; empty: it does
 
     @property
     def tight(self) -> bool:
-        """Whether what is usable is filled but for the error of a prediction."""
+        """Whether the free memory is smaller than the error of a prediction."""
         p = None if self.setting is None else self.setting.prediction
         return p is not None and p.filled > TIGHT
 
@@ -65,12 +65,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Answer:
-    """What fits, best first; what the configuration's own search found; and the nearest, if nothing fits."""
+    """Methods, best first; the result of the configuration's own search; the smallest changes, if nothing fits."""
 
     ways: tuple[Way, ...]
     found: SearchResult
     nearest: tuple[str, ...] = ()
-    tokens: float | None = None  # of one epoch, by estimate; None: not known
+    tokens: float | None = None  # per epoch, estimated; None: unknown
 
     @property
     def best(self) -> Way | None:
@@ -78,7 +78,7 @@ class Answer:
 
     @property
     def least(self) -> Short | None:
-        """What the smallest set needs of all that do not fit."""
+        """The requirement of the smallest of the sets that do not fit."""
         return min((w.least for w in self.ways if w.least), key=lambda s: s.score, default=None)
 
 
@@ -89,18 +89,18 @@ def answer(
     """Search every method that the configuration leaves open.
 
     Args:
-        name: of the hardware, as in `hardware.parse_hardware`.
-        keep_maths: as in `search.search`.
-        nearest: also search what would fit, if nothing does.
+        name: of the hardware, in the format of `hardware.parse_hardware`.
+        keep_maths: see `sets.search_sets`.
+        nearest: if nothing fits, also search the smallest changes after which something does.
     """
-    found = search.search(with_method(config), name, classes, keep_maths=keep_maths, whole=nearest)
+    first = search.search(with_method(config), name, classes, keep_maths=keep_maths, whole=nearest)
     tokens = estimate_tokens(config)
     ways: list[Way] = []
     refusals: list[NeedsError] = []
-    start: Mapping[str, Mapping[str, Any]] | None = found.settings[0].with_ if found.settings else None
+    start: Mapping[str, Mapping[str, Any]] | None = first.settings[0].with_ if first.settings else None
     for place, (method, techniques) in enumerate(methods(config, classes)):
         of = changed(config, {"with": techniques, "method": None})
-        result = found
+        result = first
         try:
             if place or config.method == "auto" or techniques != with_method(config).with_:
                 result = search.search(of, name, classes, keep_maths=keep_maths, whole=False, start=start)
@@ -116,47 +116,47 @@ def answer(
         raise refusals[0]
     ranked = _ranked(ways)
     advice = () if ranked[0].setting is not None or not nearest else tuple(_nearest(config, name, classes, keep_maths))
-    return Answer(tuple(ranked), found, advice, tokens)
+    return Answer(tuple(ranked), first, advice, tokens)
 
 
 def _short_of_memory(setting: Candidate, classes: Sequence[type[Technique]]) -> bool:
-    """Return whether a set computes again what it could not keep, or leaves no room: host memory may be better."""
+    """Return whether a set recomputes activations or nearly fills the memory: offloading to the host may be better."""
     again = any(Part.ACTIVATION_CHECKPOINTING in t.claims for t in instantiate(classes, setting.with_))
     return again or setting.prediction.filled > TIGHT
 
 
 def _better(usual: SearchResult, scarce: SearchResult) -> SearchResult:
-    """Return the second of two searches where it is much faster, or as fast with room and without host memory."""
+    """Return `scarce` if it is much faster, or equally fast with room to spare and without host memory."""
     if not usual.settings or not scarce.settings:
         return usual if usual.settings else scarce
-    one, other = usual.settings[0], scarce.settings[0]
-    roomy = one.prediction.filled > TIGHT >= other.prediction.filled and not other.prediction.host_bytes
-    return scarce if other.speed > one.speed * MUCH or (roomy and other.speed * NEAR >= one.speed) else usual
+    first, second = usual.settings[0], scarce.settings[0]
+    roomy = first.prediction.filled > TIGHT >= second.prediction.filled and not second.prediction.host_bytes
+    return scarce if second.speed > first.speed * MUCH or (roomy and second.speed * NEAR >= first.speed) else usual
 
 
 def methods(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[tuple[str, dict[str, dict[str, Any]]]]:
-    """Return the methods that a configuration leaves open, each with the techniques to begin from, best quality first.
+    """Return the methods that a configuration leaves open, each with its initial techniques, best quality first.
 
-    What the file names stays: its adapters, its quantised base, and every other technique.
+    Techniques of the file stay: its adapters, its quantised base, and every other one.
     """
-    own = {name: dict(options) for name, options in with_method(config).with_.items()}
-    parts = {part for t in instantiate(classes, own) for part in t.claims}
+    techniques = {name: dict(options) for name, options in with_method(config).with_.items()}
+    parts = {part for t in instantiate(classes, techniques) for part in t.claims}
     bases = [c.name for c in classes if Part.LINEARS in c.claims and Part.TRAINED in c.wants]
-    quantised = bool(own.keys() & bases)
+    quantised = bool(techniques.keys() & bases)
     adapters = METHODS["lora"] if Part.ADAPTERS not in parts else {}
-    given = next((m for m, names in METHODS.items() if names and own.keys() >= names.keys()), "as configured")
-    given = "qlora" if own.keys() >= METHODS["qlora"].keys() else given
+    given = next((m for m, names in METHODS.items() if names and techniques.keys() >= names.keys()), "as configured")
+    given = "qlora" if techniques.keys() >= METHODS["qlora"].keys() else given
     if config.method is None and quantised and not parts & {Part.TRAINED, Part.ADAPTERS}:  # a base for adapters
-        base = next(name for name in bases if name in own)
-        return [("qlora" if base in METHODS["qlora"] else f"lora + {base}", {**own, **adapters})]
+        base = next(name for name in bases if name in techniques)
+        return [("qlora" if base in METHODS["qlora"] else f"lora + {base}", {**techniques, **adapters})]
     if config.method in METHODS or quantised:
-        return [(config.method if config.method in METHODS else given, own)]
-    ways = [] if Part.ADAPTERS in parts else [("full", own)]
-    ways.append(("lora" if adapters else given, {**own, **adapters}))
+        return [(config.method if config.method in METHODS else given, techniques)]
+    ways = [] if Part.ADAPTERS in parts else [("full", techniques)]
+    ways.append(("lora" if adapters else given, {**techniques, **adapters}))
     if Part.LINEARS not in parts:
         for base in reversed(bases):  # more bits first
             name = "qlora" if base in METHODS["qlora"] else f"{'lora' if adapters else given} + {base}"
-            ways.append((name, {**own, **adapters, base: {}}))
+            ways.append((name, {**techniques, **adapters, base: {}}))
     return ways
 
 
@@ -167,7 +167,7 @@ def _way(
     if not result.settings:
         return Way(method, (), None, result.least)
     setting = fastest = result.settings[0]
-    if method == "full":  # rather one that leaves room for the plan's error than adapters
+    if method == "full":  # a set with room for the plan's error is preferred to adapters
         near = (s for s in result.settings if s.prediction.filled <= TIGHT and s.speed * NEAR >= fastest.speed)
         setting = next(near, fastest)
     device, ranks = hardware.parse_hardware(name)
@@ -182,7 +182,7 @@ def _way(
 
 
 def _ranked(ways: Sequence[Way]) -> list[Way]:
-    """Sort: what fits before what does not; of that, the least cost in quality that is not much slower."""
+    """Sort the methods: those that fit first, by least cost in quality unless it is much slower."""
     fitting = [w for w in ways if w.setting is not None]
     fastest = max((w.setting.speed for w in fitting if w.setting), default=0.0)
     quick = [w for w in fitting if w.setting and w.setting.speed * SLOWER >= fastest and not w.tight]
@@ -195,7 +195,7 @@ def _ranked(ways: Sequence[Way]) -> list[Way]:
 def fits(
     config: Config, name: str, classes: Sequence[type[Technique]] = ALL, keep_maths: bool = False
 ) -> Way | None:  # fmt: skip
-    """Return the best way of a configuration that fits; None: none does, or it cannot be planned there."""
+    """Return the best method of a configuration; None: no method fits, or the planner does not support it there."""
     if not _any_fits(config, name, classes, keep_maths):
         return None
     try:
@@ -205,7 +205,7 @@ def fits(
 
 
 def _any_fits(config: Config, name: str, classes: Sequence[type[Technique]], keep: bool = False) -> bool:
-    """Return whether a configuration fits by the method that holds least, of those that the model has."""
+    """Return whether a configuration fits by the supported method that needs least memory."""
     for _, with_ in reversed(methods(config, classes)):
         try:
             of = changed(config, {"with": with_, "method": None})
@@ -218,7 +218,7 @@ def _any_fits(config: Config, name: str, classes: Sequence[type[Technique]], kee
 
 
 def _nearest(config: Config, name: str, classes: Sequence[type[Technique]], keep: bool = False) -> Iterator[str]:
-    """Yield a change of method, steps, rows, model and hardware each, the smallest after which something fits."""
+    """Yield the smallest change each of method, step, rows, model and hardware after which something fits."""
     if keep and (way := fits(config, name, classes)):
         yield f"other maths: leave out --keep-maths ({way.method}, {_fact(way)})"
     trained = [c.name for c in classes if Part.TRAINED in c.claims | c.wants]
@@ -242,7 +242,7 @@ def _nearest(config: Config, name: str, classes: Sequence[type[Technique]], keep
         for c in larger_hardware(name)
     ]
     for options in (steps, rows, models, cards):
-        # What comes after one that fits is taken to fit, too.
+        # If one fits, all after it are assumed to fit.
         first = bisect_left(options, True, key=lambda o: _any_fits(o[1], o[2], classes, keep))
         for what, other, card in options[first : first + 1]:
             if way := fits(other, card, classes, keep):
@@ -264,20 +264,20 @@ def _fact(way: Way) -> str:
 
 
 def _rows_of(config: Config, seq: int) -> Config:
-    """Return the configuration with rows of `seq` tokens and about as many tokens a step."""
+    """Return the configuration with rows of `seq` tokens and about the same tokens per step."""
     tokens = max(1, config.batch.tokens // seq) * seq
     return changed(config, {"batch.seq": seq, "batch.tokens": tokens, "batch.micro_tokens": None})
 
 
 def _shared(config: Config, ranks: int) -> Config:
-    """Return the configuration with as many rows a step as ranks can share, at least as many as now."""
+    """Return the configuration with its rows per step rounded up to a multiple of the ranks."""
     b = config.batch
     rows = -(-(b.tokens // b.seq) // ranks) * ranks
     return changed(config, {"batch.tokens": rows * b.seq, "batch.micro_tokens": None})
 
 
 def _family(config: Config) -> list[tuple[str, Config]]:
-    """Return the named shapes of the model's family that are smaller than it, smallest first."""
+    """Return the smaller named shapes of the model's family, smallest first."""
     from optrush.models.shapes import ModelShape
 
     _, hf = locate(config, weights=False)
@@ -290,13 +290,13 @@ def _family(config: Config) -> list[tuple[str, Config]]:
 
 
 def _of_shape(config: Config, name: str) -> Config:
-    """Return the configuration with a named shape, on rows as long and as full as now."""
+    """Return the configuration with a named shape, on rows of the same length and padding."""
     tokenizer = config.model.tokenizer or "."
     return changed(config, {"model.path": None, "model.shape": name, "model.tokenizer": tokenizer})
 
 
 def planned_notes(config: Config, device: hardware.Device, ranks: int) -> Iterator[str]:
-    """Yield what may not be meant: rows longer than the model's positions, options without effect, GPUs of one host."""
+    """Yield warnings: rows longer than the model's positions, options without effect, many GPUs of one host."""
     from optrush.models.shapes import ModelShape
 
     hf = locate(config, weights=False)[1]
@@ -314,7 +314,7 @@ def planned_notes(config: Config, device: hardware.Device, ranks: int) -> Iterat
 
 
 def larger_hardware(name: str) -> Iterator[str]:
-    """Yield the names of hardware with more memory: of several of one card more, then others, least first."""
+    """Yield the names of hardware with more memory: more GPUs of the card if it has several, then others by memory."""
     device, count = hardware.parse_hardware(name)
     same = next((n for n, d in hardware.NAMED.items() if d.name == device.name), None)
     if same is not None and device.hosts == 1 and 1 < count < HOST_GPUS:
@@ -327,35 +327,35 @@ def larger_hardware(name: str) -> Iterator[str]:
     yield from (text for size, text in sorted(sizes) if size > have)
 
 
-# --- what is asked for: the longest row, the largest model, the cheapest card, the batch
+# --- --solve: the longest row, the largest model, the cheapest card, the batch
 
 
 def solve(config: Config, name: str, what: str, classes: Sequence[type[Technique]] = ALL) -> tuple[str, dict[str, Any]]:
     """Return the answer as a sentence, and as values.
 
     Raises:
-        ConfigError: nothing fits, or no such question.
+        ConfigError: nothing fits, or the question is unknown.
     """
-    asked = {"longest": _longest, "largest-model": _largest, "gpus": _gpus, "cheapest": _cheapest, "batch": _batch}
+    kinds = {"longest": _longest, "largest-model": _largest, "gpus": _gpus, "cheapest": _cheapest, "batch": _batch}
     if what.partition("=")[0] in LIMITS:
         return _within(config, name, classes, what)
-    if what not in asked:
-        do = f"take {', '.join(asked)}, {', '.join(LIMITS.values())}; without --solve the plan has the time of the run"
+    if what not in kinds:
+        do = f"take {', '.join(kinds)}, {', '.join(LIMITS.values())}; without --solve the plan has the time of the run"
         raise ConfigError(f"--solve {what}", "no such question", do)
-    return asked[what](config, name, classes)
+    return kinds[what](config, name, classes)
 
 
 def _nothing(what: str, name: str) -> ConfigError:
     return ConfigError(f"--solve {what}", f"nothing fits on {name}", "optrush plan names the nearest that fits")
 
 
-LIMITS = {"hours": "hours=2", "usd": "usd=5", "tokens": "tokens=1e9"}  # of a run, and an example
+LIMITS = {"hours": "hours=2", "usd": "usd=5", "tokens": "tokens=1e9"}  # units of a run's limit, with an example
 
 
 def _within(
     config: Config, name: str, classes: Sequence[type[Technique]], what: str
 ) -> tuple[str, dict[str, Any]]:  # fmt: skip
-    """Return the steps of a run that takes as many hours, dollars or tokens, its start and end included."""
+    """Return the steps of a run within a limit of hours, dollars or tokens, start and end included."""
     unit, _, number = what.partition("=")
     amount, (device, ranks) = parse_scalar(number), hardware.parse_hardware(name)
     if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < 1e18:
@@ -366,21 +366,21 @@ def _within(
     epoch, limit = estimate_tokens(config), amount * 3600 if unit == "hours" else amount / usd_s if usd_s else 0.0
 
     def planned(steps: int) -> tuple[Way, float, float, int]:
-        """Return the best way of so many steps, the seconds of one with start and end, of each more, and the steps."""
+        """Return the best method, the seconds of one step with start and end, those per further step, and the steps."""
         if (way := fits(changed(config, {"train.steps": steps}), name, classes)) is None or way.setting is None:
             raise _nothing(what, name)
         p = way.setting.prediction
-        one, two = (run_time(changed(config, {"train.steps": n}), p, epoch).seconds for n in (1, 2))
-        if p.step_s is None or not p.tokens_per_s or one is None or two is None:
+        once, two = (run_time(changed(config, {"train.steps": n}), p, epoch).seconds for n in (1, 2))
+        if p.step_s is None or not p.tokens_per_s or once is None or two is None:
             raise ConfigError(f"--solve {what}", f"the time of a step on {device.name} is not known", "plan without it")
         tokens = math.ceil(amount / (p.step_s * p.tokens_per_s))
-        return way, one, two - one, tokens if unit == "tokens" else 1 + int(max(0.0, limit - one) / (two - one))
+        return way, once, two - once, tokens if unit == "tokens" else 1 + int(max(0.0, limit - once) / (two - once))
 
-    way, one, more, steps = planned(planned(config.train.steps or 1000)[3])  # a set may pay in a long run alone
+    way, once, more, steps = planned(planned(config.train.steps or 1000)[3])  # some sets pay only in long runs
     assert way.setting is not None
-    if unit != "tokens" and limit < one:
-        raise ConfigError(f"--solve {what}", f"start, one step and end take {one / 3600:.2g} hours", "take more")
-    hours, p = (one + (steps - 1) * more) / 3600, way.setting.prediction
+    if unit != "tokens" and limit < once:
+        raise ConfigError(f"--solve {what}", f"start, one step and end take {once / 3600:.2g} hours", "take more")
+    hours, p = (once + (steps - 1) * more) / 3600, way.setting.prediction
     tokens = steps * (p.step_s or 0.0) * (p.tokens_per_s or 0.0)
     text = f"--set train.steps={steps}: {tokens:,.0f} tokens in {hours:,.2g} hours"
     text += f", {hours * 3600 * usd_s:,.2f} USD" if usd_s else ""
@@ -389,10 +389,10 @@ def _within(
 
 
 def _longest(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:
-    """Search the longest row of one document: powers of two, then steps of an eighth of the last one."""
+    """Search the longest row of one document: powers of two, then steps of an eighth of the last power."""
     _, ranks = hardware.parse_hardware(name)
     if not config.paired:
-        other = {} if config.objective == "distill" else {"objective": "pretrain"}  # which takes random tokens as well
+        other = {} if config.objective == "distill" else {"objective": "pretrain"}  # it takes random tokens too
         data = {"data.random": True, "data.path": None, "data.sample": None, "data.eval": None}
         config = changed(config, {**data, **other})
     _, hf = locate(config, weights=False)
@@ -439,10 +439,10 @@ def _largest(config: Config, name: str, classes: Sequence[type[Technique]]) -> t
 def _fewest(
     config: Config, card: str, classes: Sequence[type[Technique]], host: str = ""
 ) -> tuple[int, Way] | None:  # fmt: skip
-    """Return the fewest GPUs of a card, of one host, on which something fits, and the best way there.
+    """Return the fewest GPUs of a card in one host on which something fits, and the best method there.
 
     Args:
-        host: its memory, as `parse_hardware` takes it: "@64GiB".
+        host: its memory in the format of `parse_hardware`: "@64GiB".
     """
     for count in (1, 2, 4, HOST_GPUS):
         if way := fits(_shared(config, count), f"{count}x{card}{host}", classes):
@@ -471,7 +471,7 @@ def _gpus(config: Config, name: str, classes: Sequence[type[Technique]]) -> tupl
 
 
 def _cheapest(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:
-    """Search the hardware whose run costs least: price over speed, on as few GPUs of a card as it needs."""
+    """Search the hardware with the lowest price per token, on the fewest GPUs of a card on which the run fits."""
     costs: list[tuple[float, str, float, Way]] = []
     for card, price in hardware.PRICES_USD_H.items():
         best = _fewest(changed(config, {"batch.micro_tokens": None}), card, classes)
@@ -491,12 +491,12 @@ def _cheapest(config: Config, name: str, classes: Sequence[type[Technique]]) -> 
 
 
 def _batch(config: Config, name: str, classes: Sequence[type[Technique]]) -> tuple[str, dict[str, Any]]:
-    """Search the largest micro-batch of the configuration as it is, or as a run without `with` is planned."""
+    """Search the largest micro-batch of the configuration; without `with`, of its planned techniques."""
     device, ranks = hardware.parse_hardware(name)
     by = ""
     try:
         config = decide(config, classes, ranks, device, here=name == "auto").config
-    except NothingFits:  # by the plan's best set, which changes the maths
+    except NothingFits:  # take the plan's best set, which changes the maths
         if (way := fits(config, name, classes)) is None or way.setting is None:
             raise
         config, by = with_setting(config, way.setting), f", by {way.method}: {way.setting.title}"

@@ -1,12 +1,12 @@
 """Build the ledger of a run without techniques: parameters, blocks, head and optimizer of a decoder.
 
-Memory is what torch has allocated at once (as `torch.cuda.max_memory_allocated` counts it) on one rank. Operators run
-one at a time, and each keeps for the backward pass what its formula needs; lines that a compiler fuses away are marked.
+Memory is torch's peak allocation (`torch.cuda.max_memory_allocated`) on one rank. Operators run one at a time, and each
+saves for the backward pass the tensors that its formula needs; lines that a compiler fuses away are marked.
 The saved values equal torch's own autograd (saved tensors of one block, deduplicated by storage;
 tests/unit/test_ledger_oracle.py).
 
-Letters as everywhere: T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head width, V
-vocabulary, L blocks.
+Letters (docs/notation.md): T tokens per row, D width, F feed-forward width, H heads, K key/value heads, E head width,
+V vocabulary, L blocks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from optrush.planner.ledger import WAYS, ComputedIn, Entry, Ledger, Line, Live, 
 from optrush.planner.optimizer import MOMENTS, MOVED
 from optrush.technique import Environment, Part, Rollout, RowImages, Teacher, Technique
 
-DELTA_CHUNK = 64  # tokens a chunk (models/delta_rule.py)
-# Times that an operator takes the host in a block that is not compiled, with autograd, of what a launch takes: what
-# h200-single-gpu allows. SmolLM2-135M in bf16 was slower, 85,000 tokens/s on a shared host (planned 125,000).
+DELTA_CHUNK = 64  # tokens per chunk (models/delta_rule.py)
+# Host time of an operator with autograd in an uncompiled block, in launches; the highest that fits h200-single-gpu.
+# SmolLM2-135M in bf16 was slower: 85,000 tokens/s on a shared host (planned 125,000).
 AUTOGRAD = 1.8
-SAMPLED = 0.5  # of the memory's rate, that a token of all sampled answers reaches (docs/log: 1B and 4B on an H200)
-CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
+SAMPLED = 0.5  # share of the memory rate reached in sampling (docs/log: 1B and 4B on an H200)
+CUBLAS_BYTES = 100e6  # torch's workspaces for cuBLAS on a GPU, and batches; measured on an H200
 # On a CPU the resident set is counted: the process with Python, torch and a tokenizer, and the C library's heap, which
-# keeps more than is in use. The factors were fitted to a small model's ladder (Linux, torch 2.13); whole scores, which
-# are allocated and freed in every block, scatter most. An allocation as large as glibc's largest threshold for memory
-# of its own (mallopt(3), M_MMAP_THRESHOLD) is returned to the system when it is freed.
+# keeps freed memory. The factors were fitted to a small model's ladder (Linux, torch 2.13); whole scores, which every
+# block allocates and frees, scatter most. Allocations of glibc's largest mmap threshold or more (mallopt(3),
+# M_MMAP_THRESHOLD) are returned to the system when they are freed.
 PROCESS_BYTES, HEAP, HEAP_OF_SCORES, APART = 4.1e8, 1.4, 4.0, 2**25
 
 
@@ -47,8 +47,8 @@ def book(
 
     Args:
         env: settled, with a micro-batch.
-        padding: share of the slots of a micro-batch that hold no token, before techniques pack rows.
-        predicted: the techniques' rules, where they are known.
+        padding: share of a micro-batch's slots without a token, before techniques pack rows.
+        predicted: the techniques' rules, if known.
     """
     widths = ledger.BFLOAT16 if env.dtype == "bfloat16" else ledger.FLOAT32
     plain = entries(shape, env.seq, native=env.native, cuda=env.device.kind == "cuda", padding=padding)
@@ -60,19 +60,19 @@ def book(
 
 
 def books(techniques: Sequence[Technique], env: Environment, shape: ModelShape, padding: float) -> list[Ledger]:
-    """Build the ledger of each rank of a pipeline as `book` does; one where there is none."""
+    """Build the ledger of each rank of a pipeline with `book`; one without a pipeline."""
     ranks = range(env.axes.get("pp", 1))
     return [book(techniques, dataclasses.replace(env, pp_rank=rank), shape, padding) for rank in ranks]
 
 
-@cache  # one for all sets of a search
+@cache  # shared by all sets of a search
 def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: float = 0.0) -> tuple[Entry, ...]:
     """Build lines and work of float32 training with masked attention, whole logits and updates in a loop.
 
     Args:
-        T: tokens a row.
+        T: tokens per row.
         native: our own decoder, not transformers'.
-        padding: share of the slots that hold no token.
+        padding: share of the slots without a token.
     """
     kept = [*(traced.saved_lines(shape, T) if isinstance(shape, TracedShape) else _block(shape, T, native))]
     last = shape.at(shape.layers - 1)
@@ -112,15 +112,15 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
         ("gradients", "gradient", "gradient", 1, "a value each, from its backward pass to the update"),
         ("states", "state", "always", MOMENTS, "AdamW: a mean and a mean square each"),
     )
-    for kind, role, live, each, why in kinds:
+    for kind, role, live, each, note in kinds:
         for part, values, count, whose in parts:
             if values:
-                reason, name, of = f"{values:,} parameters: {why}", f"{kind}.{part}", (kind, *whose)
+                reason, name, of = f"{values:,} parameters: {note}", f"{kind}.{part}", (kind, *whose)
                 when = computed.get(part, "block")
                 yield Line(name, reason, each * values, role, live, blocks=count, computed=when, of=of)
-    why = "copies of the matrices in the products' type, kept until their backward pass"
-    yield Line("casts.blocks", why, s.block_matrices, "cast", "saved", blocks=s.layers, of=("casts", "blocks"))
-    yield Line("casts.head", why, vocabulary, "cast", "saved", of=("casts", "head"))
+    note = "copies of the matrices in the products' type, kept until their backward pass"
+    yield Line("casts.blocks", note, s.block_matrices, "cast", "saved", blocks=s.layers, of=("casts", "blocks"))
+    yield Line("casts.head", note, vocabulary, "cast", "saved", of=("casts", "head"))
 
 
 def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
@@ -135,23 +135,23 @@ def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     yield saved("middle", "what its feed-forward part adds to, D", middle, "stream", "product-output")
     yield saved("middle.wide", "of which float32 is kept where products are narrower", middle, "stream", role="cast")
     inside = n * D if s.norm == "rms" else 0  # a layer norm is one operator, and keeps its input
-    why = f"float32 copies of both inside the norms, {n} D"
-    yield saved("widened", why, inside, "stream", "widened", "fusable", role="widening")
-    why = f"before the norms' weights, {n} D"
+    note = f"float32 copies of both inside the norms, {n} D"
+    yield saved("widened", note, inside, "stream", "widened", "fusable", role="widening")
+    note = f"before the norms' weights, {n} D"
     role: Role = "wide" if s.centred else "residual"  # 1 + weight multiplies in float32
-    yield saved("normalised", why, inside, "stream", "normalised", "fusable", role=role)
-    if s.norms == "after":  # the products read the stream itself
+    yield saved("normalised", note, inside, "stream", "normalised", "fusable", role=role)
+    if s.norms == "after":  # the matmuls read the stream itself
         yield saved("normed", "copies of it for the products, 2 D", 2 * D, "product-input", role="cast")
     else:
-        why = f"what enters the products after the norms, {min(n, 2)} D"
-        yield saved("normed", why, min(n, 2) * D, "product-input")
+        note = f"what enters the products after the norms, {min(n, 2)} D"
+        yield saved("normed", note, min(n, 2) * D, "product-input")
     if beside:
         yield saved("normed twice", "and its copy for the second product, D", D, "product-input", role="cast")
     elif s.norms != "before":
         yield saved("leaving", "what enters the norms after both parts, 2 D", 2 * D, "product-output")
     if not native:
-        why = "autocast copies it for each product that reads it, 3 D"
-        yield saved("normed again", why, 3 * D, "fusable", role="cast")
+        note = "autocast copies it for each product that reads it, 3 D"
+        yield saved("normed again", note, 3 * D, "fusable", role="cast")
     yield from _attention(s, T, native)
     if s.input_width:
         yield from _inputs(s)
@@ -165,7 +165,7 @@ def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
 
 
 def _inputs(s: ModelShape) -> Iterator[Line]:
-    """Yield what inputs of each layer make it save, and what makes them."""
+    """Yield the tensors saved because of per-layer inputs, and for computing those."""
     D, P = s.width, s.input_width
 
     def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
@@ -180,25 +180,25 @@ def _inputs(s: ModelShape) -> Iterator[Line]:
 
 
 def _working(s: ModelShape, T: int, cuda: bool) -> Iterator[Line]:
-    """Yield what one block has in flight."""
+    """Yield the temporary tensors of one block."""
 
     def working(name: str, reason: str, values: float, role: Role, live: Live, *of: Tag, side: Side = "") -> Line:
         return Line(f"working.{name}", reason, values, role, live, True, side=side, of=("fusable", *of))
 
     scores = s.heads * T
-    why = "scores before the softmax, masked and not, 2 H T"
-    yield working("scores.forward.held", why, 2 * scores, "wide", "forward", "heads", "scores")
-    # CUDA's backward softmax makes their product with the probabilities first, torch 2.11 (tests/gpu/test_kernels.py).
+    note = "scores before the softmax, masked and not, 2 H T"
+    yield working("scores.forward.held", note, 2 * scores, "wide", "forward", "heads", "scores")
+    # CUDA's backward softmax first multiplies them by the probabilities, torch 2.11 (tests/gpu/test_kernels.py).
     copies = 3 if cuda else 2
-    why = f"gradients of the scores, {copies} H T"
-    yield working("scores.backward.held", why, copies * scores, "wide", "backward", "heads", "scores", side="scores")
+    note = f"gradients of the scores, {copies} H T"
+    yield working("scores.backward.held", note, copies * scores, "wide", "backward", "heads", "scores", side="scores")
     yield working("forward", "gate, up and their product in flight, 2 F", s.fed, "product", "forward", "mlp")
-    why = "gradients of gate and up, 2 F"
-    yield Line("feed.gradients", why, s.fed, "product", "backward", True, side="feed", of=("mlp",))
+    note = "gradients of gate and up, 2 F"
+    yield Line("feed.gradients", note, s.fed, "product", "backward", True, side="feed", of=("mlp",))
 
 
 def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
-    """Yield what attention saves, a mean over the layers where some have none."""
+    """Yield the tensors that attention saves, averaged over all layers, those without attention too."""
     q, kv, first = (
         s.queries,
         s.key_width,
@@ -211,48 +211,48 @@ def _attention(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     def normed(share: float) -> Iterator[Line]:
         yield saved("entering heads", "queries and keys before their norms, (H + K) E", share * (q + kv))
         if native:
-            beside = min(kv, first / s.attention_layers - q - kv)  # less where keys are the values
-            why = "the values beside them, K E, where one product is kept whole"
-            yield saved("joined heads", why, share * max(0.0, beside))
-        why = "1 / rms of each query and key head, H + K"
-        yield saved("scales of heads", why, share * (2 if s.whole_qk_norm else s.heads + s.kv_heads), role="wide")
-        why = "what one operator at a time copies of them where products are narrower, (H + K) E"
-        yield saved("widened heads", why, share * (q + kv), "widened", "fusable", role="narrowing")
+            beside = min(kv, first / s.attention_layers - q - kv)  # less if keys are the values
+            note = "the values beside them, K E, where one product is kept whole"
+            yield saved("joined heads", note, share * max(0.0, beside))
+        note = "1 / rms of each query and key head, H + K"
+        yield saved("scales of heads", note, share * (2 if s.whole_qk_norm else s.heads + s.kv_heads), role="wide")
+        note = "what one operator at a time copies of them where products are narrower, (H + K) E"
+        yield saved("widened heads", note, share * (q + kv), "widened", "fusable", role="narrowing")
 
     if s.chunks is not None and s.chunks.normed:
         yield from normed((s.layers - len(s.chunks.unrotated)) / s.layers)
     if s.qk_norm:
         yield from normed(1.0)
-        why = "before the weights of these norms, (H + K) E"
-        yield saved("normalised heads", why, q + kv, "normalised", "fusable")
+        note = "before the weights of these norms, (H + K) E"
+        yield saved("normalised heads", note, q + kv, "normalised", "fusable")
     if s.value_norm:
-        why = "what float32 copies of keys and values add inside their norms, K E"
-        yield saved("widened values", why, kv, "widened", "fusable", role="narrowing")
+        note = "what float32 copies of keys and values add inside their norms, K E"
+        yield saved("widened values", note, kv, "widened", "fusable", role="narrowing")
     if (latent := s.latent) is not None:
         ranks = latent.kv_rank + (latent.q_rank or 0)
         yield saved("entering heads", "what enters the norms of latents", ranks + latent.rotated, role="residual")
-        why = "float32 copies inside these norms"
-        yield saved("widened heads", why, ranks, "widened", "fusable", role="widening")
-        why = "before these norms' weights"
-        yield saved("normalised heads", why, ranks, "normalised", "fusable", role="residual")
+        note = "float32 copies inside these norms"
+        yield saved("widened heads", note, ranks, "widened", "fusable", role="widening")
+        note = "before these norms' weights"
+        yield saved("normalised heads", note, ranks, "normalised", "fusable", role="residual")
         yield saved("latents", "what enters the products after these norms", ranks, "product-input")
     yield saved("heads", "queries, keys and values, (H + 2 K) E", q + 2 * kv, "heads", "product-output")
     yield saved("spread", "keys and values repeated for each query head, 2 (H - K) E", 2 * s.repeated, "heads")
     if s.score_cap is not None:
-        why = "scores bounded by a tanh, H T"
-        yield saved("scores.capped.held", why, s.heads * T, "heads", "scores", "fusable")
+        note = "scores bounded by a tanh, H T"
+        yield saved("scores.capped.held", note, s.heads * T, "heads", "scores", "fusable")
     yield saved("scores.held", "probabilities, H T, in float32", s.heads * T, "heads", "scores", role="wide")
-    why = "probabilities again, in the products' type"
-    yield saved("scores.cast.held", why, s.heads * T, "heads", "scores", "fusable", role="narrowing")
-    why = "what enters the output product, H E"
-    yield saved("attended", why, s.attended_width, "heads", "attention-output", "product-input")
+    note = "probabilities again, in the products' type"
+    yield saved("scores.cast.held", note, s.heads * T, "heads", "scores", "fusable", role="narrowing")
+    note = "what enters the output product, H E"
+    yield saved("attended", note, s.attended_width, "heads", "attention-output", "product-input")
     if s.gated:
-        why = "the gate of its output, its sigmoid, and what that multiplies, 3 H E"
-        yield saved("output gate", why, 3 * s.attended_width, "heads")
+        note = "the gate of its output, its sigmoid, and what that multiplies, 3 H E"
+        yield saved("output gate", note, 3 * s.attended_width, "heads")
 
 
 def _copied_heads(env: Environment, s: ModelShape) -> Iterator[Rule]:
-    """Yield that queries and keys are copied for their norms; a compiler keeps a plain product instead of the copies.
+    """Yield copies of queries and keys for their norms; a compiler saves the plain product instead.
 
     Compared with torch's partitioner in tests/unit/test_ledger_oracle.py.
     """
@@ -263,7 +263,7 @@ def _copied_heads(env: Environment, s: ModelShape) -> Iterator[Rule]:
 
 
 def _routed(s: ModelShape, e: ExpertsShape) -> Iterator[Line]:
-    """Yield what layers with experts save besides what dense layers save, and what is in flight there."""
+    """Yield the tensors that layers with experts save in addition to dense layers, and their temporaries."""
     D, share, k = s.width, len(e.layers) / s.layers, e.active
 
     def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
@@ -271,26 +271,26 @@ def _routed(s: ModelShape, e: ExpertsShape) -> Iterator[Line]:
 
     if e.beside:
         yield saved("apart", "what enters and leaves the norms of both parts, 3 D", share * 3 * D)
-        why = "float32 copies inside these norms and that of the router, 4 D"
-        yield saved("widened again", why, share * 4 * D, "widened", "fusable", role="widening")
-        why = "before the weights of these norms, 3 D"
-        yield saved("normalised again", why, share * 3 * D, "normalised", "fusable", role="residual")
+        note = "float32 copies inside these norms and that of the router, 4 D"
+        yield saved("widened again", note, share * 4 * D, "widened", "fusable", role="widening")
+        note = "before the weights of these norms, 3 D"
+        yield saved("normalised again", note, share * 3 * D, "normalised", "fusable", role="residual")
     yield saved("routed", "rows of a token's experts, k D", share * k * D, "product-input")
     if e.scaled_input:
         yield saved("weighed", "these rows before their experts' weights, k D", share * k * D)
     else:
         yield saved("weighed", "the activation before its expert's weight, k F", s.active_width)
-    why = "a float32 copy of what enters the router, D"
-    yield saved("entering router", why, share * 2 * D, "widened", role="widening")
-    why = "logits, probabilities and places of a token's experts, 2 N + 6 k"
-    yield saved("router", why, share * (2 * e.count + 6 * k), role="wide")
-    why = "rows of a token's experts in flight, 2 k D"
-    yield Line("working.rows", why, 2 * share * k * D, "product", "forward", True, of=("experts",))
-    yield Line("feed.rows", why, 2 * share * k * D, "product", "backward", True, side="feed", of=("experts",))
+    note = "a float32 copy of what enters the router, D"
+    yield saved("entering router", note, share * 2 * D, "widened", role="widening")
+    note = "logits, probabilities and places of a token's experts, 2 N + 6 k"
+    yield saved("router", note, share * (2 * e.count + 6 * k), role="wide")
+    note = "rows of a token's experts in flight, 2 k D"
+    yield Line("working.rows", note, 2 * share * k * D, "product", "forward", True, of=("experts",))
+    yield Line("feed.rows", note, 2 * share * k * D, "product", "backward", True, side="feed", of=("experts",))
 
 
 def _delta_rule(d: DeltaShape, layers: int) -> Iterator[Line]:
-    """Yield what layers of a delta rule save, by torch's operators (models/delta_rule.py)."""
+    """Yield the tensors that layers with a delta rule save under torch's operators (models/delta_rule.py)."""
 
     def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
         return ledger.saved(f"rule.{name}", reason, layers * values, layers, "delta", *of, role=role)
@@ -298,10 +298,10 @@ def _delta_rule(d: DeltaShape, layers: int) -> Iterator[Line]:
     yield saved("taps", "what enters the convolution, once a tap", d.taps * d.channels)
     yield saved("mixed", "what leaves the convolution", d.channels)
     yield saved("pairs", "products of two tokens of a chunk, 5 H C", 5 * d.heads * DELTA_CHUNK, role="wide")
-    why = "queries, keys and values of a chunk, and what its system gives, H (6 E + 3 W)"
+    note = "queries, keys and values of a chunk, and what its system gives, H (6 E + 3 W)"
     states = d.heads * d.key * d.value / DELTA_CHUNK
     heads = d.heads * (6 * d.key + 3 * d.value) + 2 * d.key_heads * d.key + states
-    yield saved("heads", why, heads, role="wide")
+    yield saved("heads", note, heads, role="wide")
     yield saved("gated", "what the norm and the gate keep, H W each", 3 * d.heads * d.value, role="wide")
     yield saved("gate", "the gate of what the rule gives, H W", d.heads * d.value)
     yield saved("leaves", "what enters the output product, H W", d.heads * d.value, "product-input")
@@ -317,30 +317,30 @@ def _head(s: ModelShape) -> Iterator[Line]:
     yield line("hidden", "what enters the head, D", D, "product", "saved")
     yield line("hidden gradient", "the gradient that leaves the head, D", D, "residual", "backward")
     yield ledger.at_head("logits", "V, and their gradient in their place", V, "product", "logits")
-    why = "the softmax and two gradients of it, 2 V in float32"
-    yield ledger.at_head("logits.eager", why, 2 * V, "wide", "logits", "fusable")
-    why = "and where logits are narrower, what makes them 3 V in float32"
-    yield ledger.at_head("logits.cast.eager", why, V, "narrowing", "logits", "fusable")
+    note = "the softmax and two gradients of it, 2 V in float32"
+    yield ledger.at_head("logits.eager", note, 2 * V, "wide", "logits", "fusable")
+    note = "and where logits are narrower, what makes them 3 V in float32"
+    yield ledger.at_head("logits.cast.eager", note, V, "narrowing", "logits", "fusable")
     if s.softcap:
-        why = "logits divided by their cap, and what tanh makes of them, 2 V"
-        yield ledger.at_head("logits.capped", why, 2 * V, "product", "logits", "fusable")
+        note = "logits divided by their cap, and what tanh makes of them, 2 V"
+        yield ledger.at_head("logits.capped", note, 2 * V, "product", "logits", "fusable")
 
 
 def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
-    # The two gradients of a tied weight: the head's waits for the embedding's, the last one, and is added.
+    # A tied weight has two gradients: the head's stays in memory until the embedding's, the last one, is added.
     values = s.vocab * s.width if s.tied else 0
-    why = "the embedding's own gradient, V D, beside the head's"
-    yield Line("tied.embedding", why, values, "gradient", "end", of=("tied",))
+    reason = "the embedding's own gradient, V D, beside the head's"
+    yield Line("tied.embedding", reason, values, "gradient", "end", of=("tied",))
     yield Line("tied.sum", "and their sum, where it is not made in place, V D", values, "gradient", "end", of=("tied",))
     experts = 1 if s.experts is None else s.experts.count
     words = 0 if s.by_layer is None else s.by_layer.input_words * s.layers * s.input_width
     largest = max(s.vocab * s.width, words, experts * s.width * 2 * (s.experts or s).ff_width)
     largest = s.largest if isinstance(s, TracedShape) else largest
-    why = "two temporaries of the largest parameter"
-    yield Line("update.loop", why, 2 * largest, "weight", "update", of=("update",))
+    reason = "two temporaries of the largest parameter"
+    yield Line("update.loop", reason, 2 * largest, "weight", "update", of=("update",))
     yield Line("angles", "cosines and sines, 2 E", 2 * s.rotated_width, "residual", "always", True)
-    why = "the gradient that enters the embedding, D"
-    yield Line("stream gradient", why, s.width, "residual", "end", True, of=("stream",))
+    reason = "the gradient that enters the embedding, D"
+    yield Line("stream gradient", reason, s.width, "residual", "end", True, of=("stream",))
     yield Line("batch", "tokens, labels, positions, documents", 28, "byte", "always", True)
     if cuda:
         yield Line("runtime", "workspaces of the products' library", CUBLAS_BYTES, "byte", "always")
@@ -352,13 +352,13 @@ def _work(s: ModelShape, T: int, native: bool, padding: float, cuda: bool) -> It
     D, F, V, L = s.width, s.active_width, s.vocab, s.layers
     o = sum(linear.weights for linear in s.linears.values() if linear.module in ("o", "delta.out_proj")) / L
     mixing = sum(linear.weights for linear in s.linears.values() if linear.module not in ("gate_up", "down")) / L
-    one = "the same one operator at a time"
+    eager = "the same one operator at a time"
     yield WorkItem("padding", "slots that hold no token", "token", padding=padding)
     matrices = {"qkv": L * (mixing - o), "o": L * o, "gate_up": L * D * s.fed, "down": L * F * D}
     for name, weights in (traced.matrices(s) if isinstance(s, TracedShape) else matrices).items():
         for way, each in zip(WAYS, (2, 4), strict=True):
-            why = f"{each} FLOP per weight of the blocks"
-            yield WorkItem(f"{way}.{name}", why, "token", each * weights, of=(way, "products"))
+            reason = f"{each} FLOP per weight of the blocks"
+            yield WorkItem(f"{way}.{name}", reason, "token", each * weights, of=(way, "products"))
     for way in WAYS:
         yield from _between_products(s, T, way, cuda)
     if s.delta is not None:
@@ -366,43 +366,43 @@ def _work(s: ModelShape, T: int, native: bool, padding: float, cuda: bool) -> It
     if s.experts is not None:
         yield from _experts_work(s, s.experts)
     yield WorkItem("head.products", "6 FLOP per weight of the head", "token", 6 * D * V, of=("loss",))
-    why = "logits, their softmax and their gradients"
-    yield WorkItem("head.moved", why, "token", values=4 * V, role="wide", of=("loss",))
-    yield WorkItem("head.eager", one, "token", values=6 * V, role="wide", of=("loss", "fusable"))
-    why = "weights read, their copies written"
-    yield WorkItem("casts", why, "micro", values=1.5 * (s.block_matrices + D * V), role="cast")
-    why = "weights, gradients, states: read and written"
-    yield WorkItem("update", why, "step", values=MOVED * s.parameters, role="weight", of=("update",))
+    reason = "logits, their softmax and their gradients"
+    yield WorkItem("head.moved", reason, "token", values=4 * V, role="wide", of=("loss",))
+    yield WorkItem("head.eager", eager, "token", values=6 * V, role="wide", of=("loss", "fusable"))
+    reason = "weights read, their copies written"
+    yield WorkItem("casts", reason, "micro", values=1.5 * (s.block_matrices + D * V), role="cast")
+    reason = "weights, gradients, states: read and written"
+    yield WorkItem("update", reason, "step", values=MOVED * s.parameters, role="weight", of=("update",))
     values, launches = 11 * s.parameters, 14 * (L * 9 + 2)
-    yield WorkItem("update.loop", one, "step", values=values, role="weight", launches=launches, of=("update",))
-    why = "gradients read for their norm"
-    yield WorkItem("norm", why, "step", values=s.parameters, role="gradient", of=("update",))
+    yield WorkItem("update.loop", eager, "step", values=values, role="weight", launches=launches, of=("update",))
+    reason = "gradients read for their norm"
+    yield WorkItem("norm", reason, "step", values=s.parameters, role="gradient", of=("update",))
 
 
 def _between_products(s: ModelShape, T: int, way: Way, cuda: bool) -> Iterator[WorkItem]:
-    """Yield the work of attention, and of what moves values between the products, in one pass."""
+    """Yield the work of attention and of elementwise operators between the matmuls, in one pass."""
     L, back, q = s.layers, way == "backward", s.queries
 
     def moved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> WorkItem:
         return WorkItem(f"{way}.{name}", reason, "token", values=values, role=role, of=(way, *of))
 
     flop = 2 * T * (q + s.attended_width) * s.attention_layers  # of a query: with a key, and with a value
-    why, times = ("8 T H E a block", 2) if back else ("every score, masked or not: 4 T H E a block", 1)
-    yield WorkItem(f"{way}.scores", why, "token", times * flop, of=(way, "attention"))
-    scores, why = s.heads * T * s.attention_layers, "scores written, scaled, masked, made probabilities, cast, read"
-    why = "gradients of the scores, likewise" if back else why
-    yield moved("scores.moved", why, (11 if back else 10) * scores, "scores", role="wide")
-    why = "the stream between blocks, read by norms and sums and written by sums" + ", and its gradient" * back
+    note, times = ("8 T H E a block", 2) if back else ("every score, masked or not: 4 T H E a block", 1)
+    yield WorkItem(f"{way}.scores", note, "token", times * flop, of=(way, "attention"))
+    scores, note = s.heads * T * s.attention_layers, "scores written, scaled, masked, made probabilities, cast, read"
+    note = "gradients of the scores, likewise" if back else note
+    yield moved("scores.moved", note, (11 if back else 10) * scores, "scores", role="wide")
+    note = "the stream between blocks, read by norms and sums and written by sums" + ", and its gradient" * back
     norms = len(s.block_norms) - 2
     passes = (9 if back else 5) + (6 if back else 4) * norms / 2
-    yield moved("elementwise.stream", why, L * passes * s.width, "elementwise", role="residual")
+    yield moved("elementwise.stream", note, L * passes * s.width, "elementwise", role="residual")
     each = s.width + 2 * (q + s.key_width) + (6 if back else 3) * s.active_width
     yield moved("elementwise", "norms, rotation, gating", L * each, "elementwise")
-    why = "the same one operator at a time"
+    note = "the same one operator at a time"
     values, operators = 75.0 * L * s.width, 45.0
     if isinstance(s, TracedShape):
         values, operators = max(0.0, traced.UNEVEN * s.moved - L * (5 * s.width + each)), s.launches / L
-    yield moved("eager", why, times * values, "elementwise", "fusable", role="plain")
+    yield moved("eager", note, times * values, "elementwise", "fusable", role="plain")
     launches = times * operators * L * (AUTOGRAD if cuda else 1.0)
     yield ledger.launched(way, "launches", f"about {times * operators:.0f} operators a block", launches, "fusable")
 
@@ -413,120 +413,120 @@ def _delta_rule_work(d: DeltaShape, T: int) -> Iterator[WorkItem]:
     values, chunks = layers * (4.0 * d.channels + d.heads * (5 * C + 9 * E + 6 * W)), layers * T / C
     for way, times in zip(WAYS, (1, 2), strict=True):
         again = ", twice" * (times - 1)
-        why = f"products of a chunk, its system, and the state{again}"
-        yield WorkItem(f"{way}.rule", why, "token", times * flop, of=(way, "delta"))
-        why = f"what a chunk reads and writes{again}"
-        yield WorkItem(f"{way}.rule.moved", why, "token", values=times * values, role="wide", of=(way, "delta"))
-        why = f"{6 * times} kernel launches per chunk of a row"
-        yield ledger.launched(way, "rule.launches", why, 6 * times * chunks, "delta")
+        reason = f"products of a chunk, its system, and the state{again}"
+        yield WorkItem(f"{way}.rule", reason, "token", times * flop, of=(way, "delta"))
+        reason = f"what a chunk reads and writes{again}"
+        yield WorkItem(f"{way}.rule.moved", reason, "token", values=times * values, role="wide", of=(way, "delta"))
+        reason = f"{6 * times} kernel launches per chunk of a row"
+        yield ledger.launched(way, "rule.launches", reason, 6 * times * chunks, "delta")
 
 
 def _experts_work(s: ModelShape, e: ExpertsShape) -> Iterator[WorkItem]:
     D, sparse, k = s.width, len(e.layers), e.active
     for way, each in zip(WAYS, (2, 4), strict=True):
-        why = f"{each} FLOP per weight of the routers"
-        yield WorkItem(f"{way}.router", why, "token", each * sparse * D * e.count, of=(way, "experts"))
+        note = f"{each} FLOP per weight of the routers"
+        yield WorkItem(f"{way}.router", note, "token", each * sparse * D * e.count, of=(way, "experts"))
     for way, each in zip(WAYS, (2, 4), strict=True):
-        # torch's grouped product has some 0.83 of the rate of a single one (551 to 714 TFLOP/s at 30B-A3B's shapes).
-        why, flop = "products of groups of rows, slower than one product", each / 10 * 6 * k * e.ff_width * D * sparse
-        yield WorkItem(f"{way}.grouped", why, "token", flop, of=(way, "experts", "products"))
+        # torch's grouped matmul reaches some 0.83 of a single one's rate (551 to 714 TFLOP/s at 30B-A3B's shapes).
+        note, flop = "products of groups of rows, slower than one product", each / 10 * 6 * k * e.ff_width * D * sparse
+        yield WorkItem(f"{way}.grouped", note, "token", flop, of=(way, "experts", "products"))
     for way, rows in zip(WAYS, (11, 12), strict=True):
-        # Three times what is moved: sorting, and rows read by number, which reach half of the memory's rate
-        # (benchmarks/results/h100-experts.jsonl: a layer less its products).
-        why, values = "rows put in the order of experts, and their sums", sparse * rows * k * D
-        yield WorkItem(f"{way}.rows", why, "token", values=values, role="product", of=(way, "experts"))
+        # Three times the moved bytes: sorting, and gathered rows, which reach half of the memory rate
+        # (benchmarks/results/h100-experts.jsonl: a layer without its matmuls).
+        note, values = "rows put in the order of experts, and their sums", sparse * rows * k * D
+        yield WorkItem(f"{way}.rows", note, "token", values=values, role="product", of=(way, "experts"))
 
 
 def _teacher(teacher: Teacher, shape: ModelShape) -> Iterator[Rule]:
-    """Yield the memory and work of a frozen second model, whose logits are made a chunk at a time."""
+    """Yield the memory and work of a frozen second model, whose logits are computed in chunks."""
     chunk = teacher.chunk
     yield ledger.live(ledger.tagged("logits"), "of one chunk at a time", most_tokens=chunk)
-    why = "probabilities of both models and their difference, of a chunk, 4 V in float32"
-    yield ledger.add(ledger.at_head("compared", why, 4 * shape.vocab, "wide", most_tokens=chunk))
+    reason = "probabilities of both models and their difference, of a chunk, 4 V in float32"
+    yield ledger.add(ledger.at_head("compared", reason, 4 * shape.vocab, "wide", most_tokens=chunk))
     yield ledger.head_gradient()
     if teacher.stored is not None:
-        why = f"the teacher's {teacher.stored} most likely tokens for each target, which take the same bytes on disk"
-        yield ledger.add(Line("teacher.stored", why, teacher.record_bytes, "byte", "always", True))
+        reason = f"the teacher's {teacher.stored} most likely tokens for each target, which take the same bytes on disk"
+        yield ledger.add(Line("teacher.stored", reason, teacher.record_bytes, "byte", "always", True))
         return
     if teacher.shape is None:
         return
     t = teacher.shape
-    why = f"{t.parameters:,} frozen parameters of the teacher, {teacher.width_bytes} bytes each"
-    yield ledger.add(Line("teacher", why, t.parameters * teacher.width_bytes, "byte", "always"))
-    why = "the teacher's forward pass, 2 a weight of its matrices and head"
+    reason = f"{t.parameters:,} frozen parameters of the teacher, {teacher.width_bytes} bytes each"
+    yield ledger.add(Line("teacher", reason, t.parameters * teacher.width_bytes, "byte", "always"))
+    reason = "the teacher's forward pass, 2 a weight of its matrices and head"
     flop = 2.0 * (t.block_matrices + t.vocab * t.width)
-    yield ledger.add(WorkItem("forward.teacher", why, "token", flop))
+    yield ledger.add(WorkItem("forward.teacher", reason, "token", flop))
 
 
 def _rollout(r: Rollout, env: Environment, shape: ModelShape) -> Iterator[Rule]:
-    """Yield the memory of sampling, which is kept for the run, and its time where each answer is as long as it may be.
+    """Yield the memory of sampling, reserved for the whole run, and its time if every answer has the maximum length.
 
-    A token of all slots reads every weight, and the keys and values of every slot.
+    One token of all slots reads every weight, and the keys and values of every slot.
     """
     token, steps = 2 * shape.key_width * shape.layers, math.ceil(r.answers / r.slots) * r.most
-    why = f"keys and values of {r.slots:,} answers, of {r.room:,} tokens each with their prompts"
-    yield ledger.add(Line("rollout.cache", why, token * (r.slots + 1) * r.room, "product", "always"))
+    reason = f"keys and values of {r.slots:,} answers, of {r.room:,} tokens each with their prompts"
+    yield ledger.add(Line("rollout.cache", reason, token * (r.slots + 1) * r.room, "product", "always"))
     yield ledger.add(Line("rollout.logits", "logits of a token of each", r.slots * shape.vocab, "product", "always"))
-    why = "the same in float32; ids, log-probabilities and entropies of their tokens"
-    yield ledger.add(Line("rollout.answers", why, r.slots * (4 * shape.vocab + 16 * r.most), "byte", "always"))
-    if gathered := "dp" in env.sharded:  # there are no activations then, as in the update
-        why = "weights of other ranks, gathered whole while answers are sampled"
+    reason = "the same in float32; ids, log-probabilities and entropies of their tokens"
+    yield ledger.add(Line("rollout.answers", reason, r.slots * (4 * shape.vocab + 16 * r.most), "byte", "always"))
+    if gathered := "dp" in env.sharded:  # sampling keeps no activations, like the update
+        reason = "weights of other ranks, gathered whole while answers are sampled"
         others = shape.parameters * (1 - 1 / env.data_ranks)
-        yield ledger.add(Line("rollout.gathered", why, others, "product", "update"))
-    why = f"every weight, read for each of {steps:,} tokens"
+        yield ledger.add(Line("rollout.gathered", reason, others, "product", "update"))
+    reason = f"every weight, read for each of {steps:,} tokens"
     role: Role = "product" if gathered else "weight"
-    yield ledger.add(WorkItem("rollout.weights", why, "step", values=steps * shape.parameters / SAMPLED, role=role))
-    if not gathered:  # which casts them once
-        yield ledger.add(WorkItem("rollout.casts", why, "step", values=2 * steps * shape.parameters, role="cast"))
+    yield ledger.add(WorkItem("rollout.weights", reason, "step", values=steps * shape.parameters / SAMPLED, role=role))
+    if not gathered:  # gathering casts the weights once
+        yield ledger.add(WorkItem("rollout.casts", reason, "step", values=2 * steps * shape.parameters, role="cast"))
     if any(linear.weight == "quantized" for linear in env.spec.linears.values()):
-        why, made = "quantised matrices, written for each token as products read them", steps * shape.block_matrices
-        yield ledger.add(WorkItem("rollout.dense", why, "step", values=made, role="product"))
-    why, launches = "keys and values of every token before it", steps * (1 if env.native else 45 * env.blocks)
+        reason, made = "quantised matrices, written for each token as products read them", steps * shape.block_matrices
+        yield ledger.add(WorkItem("rollout.dense", reason, "step", values=made, role="product"))
+    reason, launches = "keys and values of every token before it", steps * (1 if env.native else 45 * env.blocks)
     read = token * min(r.slots, r.answers) * (r.room - r.most / 2) / SAMPLED
-    yield ledger.add(WorkItem("rollout.cache", why, "step", values=steps * read, role="product", launches=launches))
+    yield ledger.add(WorkItem("rollout.cache", reason, "step", values=steps * read, role="product", launches=launches))
 
 
 def _tower(images: RowImages, env: Environment, shape: ModelShape) -> Iterator[Rule]:
-    """Yield the memory and work of the tower that reads images."""
+    """Yield the memory and work of the vision tower."""
     t, trained, each = images.tower, images.trained, images.patches
     frozen = t.parameters - trained
     if images.part == "none":
-        why = f"{t.parameters:,} parameters that read images, frozen, in the products' type"
-        yield ledger.add(Line("tower", why, t.parameters, "product", "always"))
+        note = f"{t.parameters:,} parameters that read images, frozen, in the products' type"
+        yield ledger.add(Line("tower", note, t.parameters, "product", "always"))
     else:
-        why = f"{t.parameters:,} parameters that read images, {frozen:,} of them frozen"
-        yield ledger.add(Line("weights.tower", why, t.parameters, "weight", "always", of=("weights", "tower")))
-        why = "of what is trained of the tower"
+        note = f"{t.parameters:,} parameters that read images, {frozen:,} of them frozen"
+        yield ledger.add(Line("weights.tower", note, t.parameters, "weight", "always", of=("weights", "tower")))
+        note = "of what is trained of the tower"
         yield ledger.add(
-            Line("gradients.tower", why, trained, "gradient", "gradient", computed="after", of=("gradients", "tower"))
+            Line("gradients.tower", note, trained, "gradient", "gradient", computed="after", of=("gradients", "tower"))
         )
-        yield ledger.add(Line("states.tower", why, MOMENTS * trained, "state", "always", of=("states", "tower")))
-        yield ledger.add(WorkItem("update.tower", why, "step", values=MOVED * trained, role="weight", of=("update",)))
+        yield ledger.add(Line("states.tower", note, MOMENTS * trained, "state", "always", of=("states", "tower")))
+        yield ledger.add(WorkItem("update.tower", note, "step", values=MOVED * trained, role="weight", of=("update",)))
     many = images.largest
     if env.device.kind == "cuda":
         many = max(many, min(PATCHES_TOGETHER, each * env.micro_rows * env.seq))
-    why = f"what the tower has in flight of {many:,.0f} patches, before the first block"
-    yield ledger.add(Line("tower.flight", why, many * 2 * (t.width + t.inner), "product", "update"))
-    why = "features of images, before and behind the first blocks"
+    note = f"what the tower has in flight of {many:,.0f} patches, before the first block"
+    yield ledger.add(Line("tower.flight", note, many * 2 * (t.width + t.inner), "product", "update"))
+    note = "features of images, before and behind the first blocks"
     features = each / t.merge * t.outputs * shape.width
-    yield ledger.add(Line("tower.features", why, features, "product", "forward", True))
+    yield ledger.add(Line("tower.features", note, features, "product", "forward", True))
     if images.part == "tower":
-        why = "what enters the tower's blocks, which run again in the backward pass"
-        yield ledger.add(Line("tower.kept", why, each * t.depth * t.width, "product", "always", True))
-        why = "one block of the tower in its backward pass"
-        yield ledger.add(Line("tower.block", why, each * (14 * t.width + 4 * t.inner), "product", "end", True))
+        note = "what enters the tower's blocks, which run again in the backward pass"
+        yield ledger.add(Line("tower.kept", note, each * t.depth * t.width, "product", "always", True))
+        note = "one block of the tower in its backward pass"
+        yield ledger.add(Line("tower.block", note, each * (14 * t.width + 4 * t.inner), "product", "end", True))
     elif images.part == "projector":
-        why = "what the projector keeps of a placeholder"
+        note = "what the projector keeps of a placeholder"
         kept = each / t.merge * t.outputs * 4 * t.merge * t.width
-        yield ledger.add(Line("tower.kept", why, kept, "product", "always", True))
+        yield ledger.add(Line("tower.kept", note, kept, "product", "always", True))
     passes = {"none": 1.0, "projector": 1.0, "tower": 4.0}[images.part]
-    why = f"the tower's products and attention, {each:.2f} patches a token"
+    note = f"the tower's products and attention, {each:.2f} patches a token"
     flop = passes * t.flops(each, images.mean) + 4.0 * each / t.merge * t.projector * (images.part == "projector")
     moved = passes * each * t.depth * (30 * t.width + 6 * t.inner)
-    yield ledger.add(WorkItem("tower.passes", why, "token", flop, values=moved, role="product", of=("forward",)))
+    yield ledger.add(WorkItem("tower.passes", note, "token", flop, values=moved, role="product", of=("forward",)))
     launches = passes * t.depth * (22 + 3 * each / images.mean * env.micro_rows * env.seq)
-    why = "operators of the tower, of attention one an image"
-    yield ledger.add(WorkItem("tower.launches", why, "micro", launches=launches, of=("forward", "launches")))
+    note = "operators of the tower, of attention one an image"
+    yield ledger.add(WorkItem("tower.launches", note, "micro", launches=launches, of=("forward", "launches")))
 
 
 def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
@@ -539,16 +539,16 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
         yield from _tower(env.images, env, shape)
     flop = 2 * shape.width * shape.vocab
     if env.by_token and not env.scored and Part.HEAD in env.claimed:
-        why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
-        yield ledger.add(WorkItem("head.again", why, "token", flop, of=("loss",)))
+        reason = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
+        yield ledger.add(WorkItem("head.again", reason, "token", flop, of=("loss",)))
     if env.scored:
-        why = "a score of each token, in place of logits"
-        yield ledger.live(ledger.tagged("loss"), why, gone=True)
-        yield ledger.live(ledger.tagged("tied") if shape.tied else ledger.tagged("head"), why, gone=True)
+        reason = "a score of each token, in place of logits"
+        yield ledger.live(ledger.tagged("loss"), reason, gone=True)
+        yield ledger.live(ledger.tagged("tied") if shape.tied else ledger.tagged("head"), reason, gone=True)
         if shape.tied:
-            yield ledger.live("casts.head", why, gone=True)
+            yield ledger.live("casts.head", reason, gone=True)
         return
     if env.reference not in (None, "precomputed") and env.spec.adapters_removable:
         yield ledger.live(ledger.tagged("forward"), "and a pass of the reference, without adapters", times=2)
-        why = "the head in that pass, 2 FLOP per weight"
-        yield ledger.add(WorkItem("reference.head", why, "token", flop, of=("loss",)))
+        reason = "the head in that pass, 2 FLOP per weight"
+        yield ledger.add(WorkItem("reference.head", reason, "token", flop, of=("loss",)))

@@ -1,9 +1,9 @@
 """Measure the rates of this machine's first device at the shapes of a model, under load.
 
-Measured are products of the linears (forward, and both of the backward pass), causal attention, copies, the link to the
-host, the host's time to start an operator, and, with several ranks, collectives between them. Every shape is measured
-in several rounds, each over all shapes, so that all have the same history of heat and clocks; its rate is the median
-over the rounds. Values are random: a product of constants draws less power and runs faster than any training.
+It measures matmuls of the linears (forward, and both of the backward pass), causal attention, copies, the link to the
+host, the host's launch time per operator, and, with several ranks, collectives between them. Each round measures all
+shapes, so that all have the same history of heat and clocks; a shape's rate is the median over the rounds. Values are
+random: a matmul of constants draws less power and runs faster than any training.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ ROUNDS = 3
 WARM_S = 0.1  # share of the time before the rounds, in which clocks and temperature settle
 LONGER = 4  # attention without scores is also measured at rows longer by this factor, because its rate grows
 HEAD_TOKENS = 8192  # at most, because the head's loss processes the logits in chunks
-ROOM = 0.4  # of the free memory, for the operands
+ROOM = 0.4  # share of the free memory for the operands
 PERIOD = 4_194_301  # random values, a prime: repeated to fill the operands, they never align with a row
-FIRST = 16  # tokens of the first size that is tried for a shape
+FIRST = 16  # tokens of a shape's first size
 COPY_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
-# (model, tokens a row, tokens of a micro-batch) measured without a CONFIG; for a processor a model that it can train.
+# (model, tokens per row, tokens per micro-batch) measured without a CONFIG; a model small enough to train on a CPU.
 MODELS: dict[str, tuple[tuple[Any, int, int], ...]] = {
     "cuda": (({"shape": "llama-3.2-1b"}, 2048, 16384), ({"shape": "llama-3.1-8b"}, 4096, 16384)),
     "cpu": (("tiny", 256, 1024),),
@@ -55,7 +55,7 @@ MODELS: dict[str, tuple[tuple[Any, int, int], ...]] = {
 gather_whole: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_sum: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-Report = Callable[[int, int, str], None]  # steps done, all steps, what is measured now
+Report = Callable[[int, int, str], None]  # steps done, all steps, current measurement
 Call = Callable[[], object]
 
 
@@ -65,7 +65,7 @@ class Load(NamedTuple):
     name: str
     shape: ModelShape
     seq: int
-    tokens: int  # of a micro-batch
+    tokens: int  # per micro-batch
 
 
 @dataclass
@@ -77,9 +77,9 @@ class Trial:
     kind: type[ProductRate] | type[AttentionRate]
     sized: str  # the field that contains the size
     size: int  # at most; reduced to fit memory and time
-    flop: float  # a unit of the size
+    flop: float  # per unit of the size
     make: Callable[[int], Call]
-    rates: list[float] = field(default_factory=list)  # one a round
+    rates: list[float] = field(default_factory=list)  # one per round
 
     @property
     def values(self) -> int:
@@ -97,7 +97,7 @@ class Trial:
 
 
 class Bench:
-    """The device, with pools of random values of which operands are slices."""
+    """The device, with pools of random values; operands are slices of them."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.cuda = device, device.kind == "cuda"
@@ -106,14 +106,14 @@ class Bench:
             raise NeedsError(f"rates of {device.name}", found, "install the build of torch for CUDA")
         self.place = torch.device("cuda", 0) if self.cuda else torch.device("cpu")
         self.half = torch.bfloat16 if not self.cuda or device.capability >= (8, 0) else torch.float16
-        # Types for which torch's attention holds no scores; for others a row of 4 T has sixteen times as many.
+        # dtypes for which torch's attention stores no scores; for others a row of 4 T has sixteen times the scores.
         self.scoreless = {torch.bfloat16} if self.cuda else {torch.bfloat16, torch.float32}
         free = torch.cuda.mem_get_info()[0] if self.cuda else device.memory_bytes or GIB
         self.room = ROOM * free / (1 if self.cuda else 4)
         self.pools: dict[torch.dtype, Tensor] = {}
 
     def fill(self, dtype: torch.dtype, values: int) -> None:
-        """Draw the pool of a type, of which `cut` returns slices."""
+        """Draw the pool of a dtype; `cut` returns slices of it."""
         generator = torch.Generator(self.place).manual_seed(0)
         drawn = torch.randn(min(PERIOD, values), device=self.place, generator=generator).to(dtype)
         self.pools = {dtype: drawn.repeat(-(-values // len(drawn)))[:values]}
@@ -131,7 +131,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def seconds(self, call: Call, enough: float) -> float:
-        """Return the seconds of a call, the mean of as many calls as fit into `enough` seconds, at least one."""
+        """Return the mean seconds of a call, over as many calls as fit into `enough` seconds, at least one."""
         begun, calls, more = time.perf_counter(), 0, 1
         while True:
             for _ in range(more):
@@ -183,7 +183,7 @@ def _measured(bench: Bench, loads: Sequence[Load], seconds: float, report: Repor
         bench.seconds(warm.make(warm.size), seconds * WARM_S / len(parts))
         for number in range(ROUNDS):
             if number > 1 and time.perf_counter() - begun > seconds * part / len(parts):
-                done += len(trials)  # the time is over: two rounds must suffice
+                done += len(trials)  # time is up: two rounds must suffice
                 continue
             for trial in trials:
                 report(done, steps, trial.name)
@@ -218,7 +218,7 @@ def _measured(bench: Bench, loads: Sequence[Load], seconds: float, report: Repor
 
 
 def loads(config: Config | None, device: Device) -> list[Load]:
-    """Return the shapes to measure: of a run, or by default for the device.
+    """Return the shapes to measure: those of a run, or the device's defaults.
 
     Raises:
         UserError: the planner does not support the model, or the micro-batch is not a number yet.
@@ -242,11 +242,11 @@ def _load(config: Config) -> Load:
     return Load(str(config.model.shape or config.model.path), shape, config.batch.seq, tokens)
 
 
-# --- products and attention
+# --- matmuls and attention
 
 
 def _trials(bench: Bench, loads: Sequence[Load], dtype: torch.dtype) -> Iterator[Trial]:
-    """Yield a trial for each shape and direction, once even if several models have it."""
+    """Yield a trial for each shape and direction, without duplicates between models."""
     seen: set[tuple[object, ...]] = set()
     name = str(dtype).removeprefix("torch.")
     for load in loads:
@@ -277,7 +277,7 @@ def _trials(bench: Bench, loads: Sequence[Load], dtype: torch.dtype) -> Iterator
 
 
 def _product(bench: Bench, dtype: torch.dtype, direction: str, inputs: int, outputs: int) -> Callable[[int], Call]:
-    """Prepare a product as autograd computes it, so that operands have the strides of training."""
+    """Prepare a matmul with the operand strides of autograd."""
 
     def make(tokens: int) -> Call:
         x, w, y = bench.cut(dtype, (tokens, inputs), (outputs, inputs), (tokens, outputs))
@@ -310,7 +310,7 @@ def _attended(bench: Bench, dtype: torch.dtype, direction: str, s: ModelShape, T
 
 
 def _held(bench: Bench, trials: Sequence[Trial]) -> int:
-    """Reduce sizes until each trial fits into the device's memory; return the values of a pool for all of them."""
+    """Reduce sizes until each trial fits into the device's memory; return the pool size in values for all of them."""
     most = bench.room / (4 if trials[0].fields["dtype"] == "float32" else 2)
     for trial in trials:
         while trial.size > 1 and trial.values > most:
@@ -322,7 +322,7 @@ def _held(bench: Bench, trials: Sequence[Trial]) -> int:
 
 
 def _fit(bench: Bench, trial: Trial, slice_s: float) -> None:
-    """Reduce the size to the largest for which a call takes at most a slice. The first calls load the kernels."""
+    """Reduce the size to the largest whose call takes at most `slice_s`. The first calls load the kernels."""
     size = min(FIRST if trial.kind is ProductRate else 1, trial.size)
     while True:
         call = trial.make(size)
@@ -340,7 +340,7 @@ def _fit(bench: Bench, trial: Trial, slice_s: float) -> None:
 
 
 def _linked(bench: Bench, enough: float) -> tuple[float | None, float | None]:
-    """Return bytes a second from and to pinned memory of the host, one direction at a time; None on a CPU."""
+    """Return bytes/s from and to pinned host memory, one direction at a time; None on a CPU."""
     if not bench.cuda:
         return None, None
     host = torch.randn(COPY_BYTES["cuda"] // 4).pin_memory()
@@ -373,7 +373,7 @@ def measure_links(device: Device, rank: int, ranks: int, seconds: float) -> tupl
 def collectives(ranks: int, place: torch.device, slice_s: float) -> Iterator[LinkRate]:
     """Yield the rates of collectives of the default group, each measured for about twice its rounds of a slice."""
     values = COPY_BYTES[place.type] // 4 // ranks * ranks
-    whole, part = torch.randn(values, device=place), torch.randn(values // ranks, device=place)
+    full, part = torch.randn(values, device=place), torch.randn(values // ranks, device=place)
     few, fewer = torch.zeros(ranks, device=place), torch.zeros(1, device=place)
     calls: dict[Any, tuple[float, Callable[[Tensor, Tensor], Any]]] = {
         "all-reduce": (2.0, lambda a, _: dist.all_reduce(a)),
@@ -382,16 +382,16 @@ def collectives(ranks: int, place: torch.device, slice_s: float) -> Iterator[Lin
     }
     for operation, (times, call) in calls.items():
         latency = statistics.median(_together(place, partial(call, few, fewer), slice_s))
-        whole.mul_(1e-3)  # sums of sums stay finite
-        rounds = _together(place, partial(call, whole, part), slice_s)
+        full.mul_(1e-3)  # sums of sums stay finite
+        rounds = _together(place, partial(call, full, part), slice_s)
         took = statistics.median(rounds)
-        sent = times * whole.nbytes * (ranks - 1) / ranks
+        sent = times * full.nbytes * (ranks - 1) / ranks
         spread = (max(rounds) - min(rounds)) / took
-        yield LinkRate(operation, ranks, whole.nbytes, sent / took, latency, spread)
+        yield LinkRate(operation, ranks, full.nbytes, sent / took, latency, spread)
 
 
 def _together(place: torch.device, call: Call, slice_s: float) -> list[float]:
-    """Return the seconds of a call in each round, the mean of as many as rank 0 finds to fit into a slice."""
+    """Return the mean seconds of a call in each round, over as many calls as rank 0 fits into a slice."""
 
     def timed(calls: int) -> float:
         dist.barrier()
@@ -402,7 +402,7 @@ def _together(place: torch.device, call: Call, slice_s: float) -> list[float]:
             torch.cuda.synchronize()
         return (time.perf_counter() - begun) / calls
 
-    timed(1)  # it connects the ranks
+    timed(1)  # connects the ranks
     calls = torch.tensor([min(1000, max(1, int(slice_s / timed(1))))], device=place)
     dist.broadcast(calls, 0)
     return [timed(int(calls)) for _ in range(ROUNDS)]

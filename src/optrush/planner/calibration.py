@@ -37,7 +37,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 
 @dataclass(frozen=True)
 class ProductRate:
-    """One matrix product of a linear: x (tokens, inputs), weight (outputs, inputs), y (tokens, outputs).
+    """One matmul of a linear: x (tokens, inputs), weight (outputs, inputs), y (tokens, outputs).
 
     forward: y = x weight^T; input: the gradient of x; weight: the gradient of the weight. 2 tokens inputs outputs FLOPs
     each.
@@ -77,18 +77,18 @@ class AttentionRate:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """One collective between the ranks of this machine; bytes a second that cross each rank's link, one direction.
+    """One collective between the ranks of this machine, in bytes/s over each rank's link in one direction.
 
-    Of n ranks and s bytes in whole: 2 s (n - 1) / n of an all-reduce, s (n - 1) / n of the others.
+    With n ranks and s bytes in total, 2 s (n - 1) / n bytes for an all-reduce, s (n - 1) / n for the others.
     """
 
     __pydantic_config__ = _STRICT
 
     operation: Literal["all-reduce", "all-gather", "reduce-scatter"]
     ranks: Annotated[int, Field(ge=2)]
-    bytes: Count  # in whole
+    bytes: Count  # in total
     bytes_s: Rate
-    latency_s: Rate  # of a few bytes
+    latency_s: Rate  # for a few bytes
     spread: Annotated[float, Field(ge=0)]
 
 
@@ -102,8 +102,8 @@ class Calibration:
     torch: str
     driver: str | None  # None: a CPU
     date: str  # ISO 8601
-    seconds: Rate  # that the measurement was given
-    threads: Count  # of the processor; on a GPU they only start operators
+    seconds: Rate  # time limit of the measurement
+    threads: Count  # CPU threads; on a GPU they only start operators
     float32: str  # torch's float32 matmul precision: "highest" is without TF32
     products: tuple[ProductRate, ...]
     attention: tuple[AttentionRate, ...]
@@ -111,7 +111,7 @@ class Calibration:
     to_device_bytes_s: Rate | None  # from pinned memory of the host; None on a CPU
     from_device_bytes_s: Rate | None
     launch_s: Rate  # the host's time to start one operator
-    links: tuple[LinkRate, ...] = ()  # of the last number of ranks for which they were measured
+    links: tuple[LinkRate, ...] = ()  # for the number of ranks measured last
     format: Literal[1] = FORMAT
 
     @property
@@ -123,7 +123,7 @@ class Calibration:
 
     @property
     def link_bytes_s(self) -> float | None:
-        """The rate of what ranks exchange, of equal bytes of each collective; None: it was not measured."""
+        """The rate of equal bytes of each collective in sequence; None: not measured."""
         return statistics.harmonic_mean([link.bytes_s for link in self.links]) if self.links else None
 
 
@@ -207,19 +207,19 @@ def read_calibration(file: Path) -> Calibration:
 
 
 def for_device(device: Device) -> Calibration | None:
-    """Return a device's calibration for this torch and driver, else its newest; None: it has none.
+    """Return a device's calibration for this torch and driver, else its newest; None: there is no calibration.
 
     Raises:
         ConfigError: a file among the calibrations cannot be read.
     """
     files = sorted(folder().glob("*.json"))
     name = device_name(device) if files else ""
-    own = [c for c in map(read_calibration, files) if c.device == name]
-    return max(own, key=lambda c: (_is_here(c), c.date), default=None)
+    matching = [c for c in map(read_calibration, files) if c.device == name]
+    return max(matching, key=lambda c: (_is_here(c), c.date), default=None)
 
 
 def stale(c: Calibration) -> str:
-    """Return what has changed on this machine since the measurement; empty: nothing, or the device is not here."""
+    """Return the changes on this machine since the measurement; empty: none, or the device is not here."""
     if c.driver is not None and c.device not in {d.name for d in hardware.probe()}:
         return ""
     now = {"torch": (c.torch, torch_version()), "driver": (c.driver, None if c.driver is None else driver())}

@@ -1,8 +1,8 @@
-"""Climb to the best combination of options, one of each group, by one change at a time. Pure.
+"""Search the best combination of options, one per group, by hill climbing: one change at a time. Pure.
 
 The number of combinations grows exponentially with the options. Most options are good or bad whatever the others are;
-for those, changing one at a time finds the optimum (compared in tests/unit/test_search_climb.py). Where two changes
-gain only together, it may stop at a local optimum.
+for those, changing one at a time finds the optimum (compared in tests/unit/test_search_climb.py). If two changes gain
+only together, it may stop at a local optimum.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Chosen = tuple[T | None, ...]  # one option of each group
 Groups = Sequence[Sequence[T | None]]
-Clash = Callable[[Any, Any], bool]  # whether an option must be dropped when another one is added
-Score = tuple[float, ...]  # whether it is usable, then values of which larger is better; compared in order
-Value = Callable[[Chosen[T]], Score | None]  # of a combination; None: it is not possible
+Clash = Callable[[Any, Any], bool]  # whether adding the first option requires dropping the second
+Score = tuple[float, ...]  # whether it is usable, then values to maximize; compared in order
+Value = Callable[[Chosen[T]], Score | None]  # score of a combination; None: it is not possible
 IMPOSSIBLE: Score = (-1.0,)  # less than any score
 
 
@@ -24,12 +24,12 @@ def climb(
 ) -> Chosen[T]:
     """Return the best combination reached by climbing from each beginning.
 
-    Every single change of it has then been evaluated; and, for each option with which none of these is usable, the best
-    combination that a climb with this option reaches. A report on an option therefore rests on more than one change.
+    Every single change of it has then been evaluated. If an option is usable in none of these, the best combination
+    that a climb with this option reaches is evaluated too, so that a report on it rests on more than one change.
 
     Args:
         value: caches its results.
-        whole: False: without the climbs of the other options.
+        whole: also climb with each option that is not in the best combination.
     """
     best = max((ascend(b, groups, clash, value) for b in begins), key=lambda c: value(c) or IMPOSSIBLE)
     if not whole:
@@ -49,11 +49,11 @@ def ascend(begin: Chosen[T], groups: Groups[T], clash: Clash, value: Value[T]) -
     """Return a combination that no single change improves; `begin` need not be possible."""
     here, best = begin, value(begin)
     place, unchanged = 0, 0
-    while unchanged < len(groups):  # groups in a row without an improvement
+    while unchanged < len(groups):  # consecutive groups without an improvement
         scored = [
-            (score, there)
-            for there in _changes(here, place, groups[place], clash, value)
-            if (score := value(there)) and all(o in group for o, group in zip(there, groups))
+            (score, changed)
+            for changed in _changes(here, place, groups[place], clash, value)
+            if (score := value(changed)) and all(o in group for o, group in zip(changed, groups))
         ]
         top = max(scored, key=lambda s: s[0], default=None)
         unchanged += 1
@@ -77,10 +77,10 @@ def _changes(
     for option in group:
         if option == here[place]:
             continue
-        there = _put(here, place, option, clash)
-        if value(there) is not None:
-            yield there
+        changed = _put(here, place, option, clash)
+        if value(changed) is not None:
+            yield changed
             continue
-        for i, o in enumerate(there):
+        for i, o in enumerate(changed):
             if i != place and o is not None:
-                yield (*there[:i], None, *there[i + 1 :])
+                yield (*changed[:i], None, *changed[i + 1 :])

@@ -1,10 +1,10 @@
 """Predict the seconds of a step from the ledger's work and a device's rates, and choose the micro-batch by them. Pure.
 
-A device computes products and attention and moves bytes one after the other; in parallel the host starts operators, and
-links carry gradients, weights and offloaded values: the slowest of them decides. A CPU starts its own operators, not in
-parallel. Rates are those that `optrush calibrate` measured on the device, else those of a datasheet, times the share
-that such work reached on one H200. On another device that share is an assumption, so that the seconds rank settings
-better than they predict speeds.
+A device runs matmuls, attention and memory traffic in sequence. In parallel the host launches operators, and links
+carry gradients, weights and offloaded values; the slowest of the three decides. A CPU launches its own operators, not
+in parallel. Rates come from `optrush calibrate` on the device, else from a datasheet, times the share that such work
+reached on one H200. On another device that share is an assumption: there the seconds rank settings better than they
+predict speeds.
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ from optrush.planner.calibration import AttentionRate, Calibration
 from optrush.planner.ledger import Ledger, WorkItem, host_bytes, hosted_bytes, most_bytes
 from optrush.technique import Environment
 
-# Shares of the datasheet's rate that a step reached (H200, Llama-3.2-1B shape; docs/log).
+# Shares of the datasheet's rates reached by a step (H200, Llama-3.2-1B shape; docs/log).
 HALF_PRODUCTS, FLOAT32_PRODUCTS, MEMORY, LINK = 0.66, 0.78, 0.80, 0.70
-# Attention without scores: the share at long rows, and the length at which it is half of that, because reads and writes
-# of a token count for less in a longer row. On a CPU it runs at the rate of products, half of it wasted.
+# Attention without scores: the share for long rows, and the length that reaches half of it; memory traffic per token
+# counts for less in longer rows. On a CPU it runs at the rate of matmuls, half of it wasted.
 ATTENTION, HALFWAY = 0.48, 800
-ROW = 2048  # tokens of a row by default
-# Of a copy's rate: what operators that also compute move bytes at (the same steps; on a CPU those of cpu-demo).
+ROW = 2048  # default tokens per row
+# Memory traffic of operators that also compute, as a share of a copy's rate (the same steps; on a CPU of cpu-demo).
 MOVING = {"cuda": 0.92, "cpu": 0.4}
-# Of heads narrower than this, whose products are short, but which are there sooner (h200-calibration, h200-cells).
+# (share, half length) of heads narrower than WIDE: slower at long rows, not at short (h200-calibration, h200-cells).
 WIDE, NARROW = 128, (0.384, 240)
-# Of attention's rate from Hopper on: of a kernel that was not written for it, and of one that was (h200-operators, of
-# torch's own: forward 270 and 545 of 529 TFLOP/s, backward 219 and 390 of 346).
+# Rates of FlashAttention 2 and 4 as shares of the rate of torch's kernel, from Hopper on (h200-operators: forward 270
+# and 545 against 529 TFLOP/s, backward 219 and 390 against 346).
 FLASH2, FLASH4 = 0.61, 1.12
-# Keys at a time of torch's attention on a CPU (kvSplitSize of ATen/native/cpu/FlashAttentionKernel.cpp). Causal
-# attention skips a piece only where all of it is masked: it computes the half that counts as its work, and up to as
-# much again. Attention by a mask computes the whole square, all of which counts; the mask's own cost does not.
+# Keys per block of torch's attention on a CPU (kvSplitSize of ATen/native/cpu/FlashAttentionKernel.cpp). Causal
+# attention skips only blocks that are fully masked: it computes the half that counts as work, and up to the same again.
+# Attention with a mask computes the whole square, all of which counts; the mask's own cost does not.
 PIECE = 512
-EIGHT = 2.0  # 8-bit products in the time of one of bf16, by the datasheets of Ada, Hopper and Blackwell
-HOSTED = 0.86  # of PCI Express, to pinned memory of the host: assumed, not measured
-LAUNCH_S = 1.5e-5  # the host's time to start one operator; a CPU computes nothing meanwhile
-# The device waits for the host where a micro-batch begins or a value in it is read there, and where a step ends and its
-# loss is read.
+EIGHT = 2.0  # rate of 8-bit matmuls over bf16's, by the datasheets of Ada, Hopper and Blackwell
+HOSTED = 0.86  # share of PCI Express's rate to pinned host memory: assumed, not measured
+LAUNCH_S = 1.5e-5  # the host's time to launch one operator; a CPU computes nothing meanwhile
+# The device waits for the host at the start of a micro-batch, at a host read within it, and at the end of a step, when
+# its loss is read.
 MICRO_S, STEP_S = 2e-3, 5e-3
 
 Basis = Literal["datasheet", "calibrated"]
-ATTENTIONS = ("attention", "flash2", "flash4", "masked")  # units of attention that keeps no scores
-# Of the seconds of NCCL's kernels, what products and copies beside them take longer: it uses their multiprocessors and
-# memory (two H100, 8B with adapters under fsdp against ddp: benchmarks/results/2xh100-links.jsonl).
-# It uses as many as the link needs: over one of less than that machine's rate it disturbs as much less of the time
-# (two and four H200 without NVLink: 2xh200-cells.jsonl, 4xh200-cells.jsonl).
+ATTENTIONS = ("attention", "flash2", "flash4", "masked")  # units of attention that stores no scores
+# Share of NCCL's time by which overlapping kernels slow down: it uses their multiprocessors and memory (two H100, 8B
+# with adapters under fsdp against ddp: benchmarks/results/2xh100-links.jsonl). It uses as many multiprocessors as the
+# link needs: below that machine's link rate the slowdown is proportionally smaller (two and four H200 without NVLink:
+# 2xh200-cells.jsonl, 4xh200-cells.jsonl).
 CONTENTION, DISTURBING = 0.5, 3.15e11
-SLACK = 0.03  # of a peak: the allocator's gaps
-TIGHT = 0.96  # of what is usable: predictions of peaks were off by as much
-CLOSE = 0.01  # speeds this near are equal
-SPARE = 0.5  # of a CPU's memory, for other programs, and because the plan was up to 17 % low there (docs/log/open.md)
-WORTH = 0.03  # what a micro-batch that fills more than TIGHT must be faster by
+SLACK = 0.03  # share of a peak lost to the allocator's gaps
+TIGHT = 0.96  # share of the usable memory; the rest is the error of predicted peaks
+CLOSE = 0.01  # speeds within this share are equal
+SPARE = 0.5  # share of a CPU's memory that plans fill: other programs, and plans up to 17 % low (docs/log/open.md)
+WORTH = 0.03  # speedup required of a micro-batch that fills more than TIGHT
 PARTS = ("products", "attention", "head", "elementwise", "optimizer")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a device. None: not known.
+    """Rates of a device. None: unknown.
 
     `products` and `attention` are keyed by whether values are narrower than float32, then by "unit.name" of the work,
     "unit." or its name; "" is all other work of the kind.
@@ -80,9 +80,9 @@ class Rates:
     bytes_s: float  # of device memory
     link_bytes_s: float | None  # to another device
     launch_s: float
-    micro_s: float  # that the device waits at a micro-batch, and at a step
+    micro_s: float  # the device's wait per micro-batch, and per step
     step_s: float
-    host_bytes_s: float | None = None  # to and from pinned memory of the host; None: not known, or there is no other
+    host_bytes_s: float | None = None  # to and from pinned host memory; None: unknown, or a CPU
     network_bytes_s: float = math.inf  # into each host from others
     network_step_s: float = 0.0
 
@@ -109,10 +109,10 @@ class WorkTime:
 
 def linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Return (outputs, inputs) of each kind of linear, by the last part of the work's name in the ledger."""
-    D, F, all_ = shape.width, shape.ff_width, shape.linears
+    D, F, kinds = shape.width, shape.ff_width, shape.linears
     if isinstance(shape, TracedShape):
-        return {**{n: (each.outputs, each.inputs) for n, each in all_.items()}, "head": (shape.vocab, D)}
-    inner = sum(linear.weights for linear in all_.values() if linear.module == "qkv" or "latent." in linear.module)
+        return {**{n: (each.outputs, each.inputs) for n, each in kinds.items()}, "head": (shape.vocab, D)}
+    inner = sum(linear.weights for linear in kinds.values() if linear.module == "qkv" or "latent." in linear.module)
     return {
         "qkv": (inner // (D * shape.attention_layers), D),
         "o": (D, shape.attended_width),
@@ -137,15 +137,15 @@ def device_rates(
     device: Device, found: Calibration | None = None, shape: ModelShape | None = None, T: float = ROW,
     seq: float | None = None, *, ceiling: bool = False,
 ) -> Rates | None:  # fmt: skip
-    """Return the expected rates of a step on a device; None: neither measured nor in a datasheet.
+    """Return the expected rates of a step on a device; None: not measured and not in a datasheet.
 
     Args:
         found: the device's calibration.
-        shape: of the model, whose own products and attention are looked up; needed with `found`, and without it for the
-            width of its heads.
-        T: tokens over which an attention that separates documents attends.
-        seq: all tokens of a row; None: T.
-        ceiling: the highest rates instead: those measured for each kind of work alone, or the whole datasheet's.
+        shape: the model's, to look up its matmuls and attention; required with `found`; without it, it gives the width
+            of the heads.
+        T: tokens per document, for attention that separates documents.
+        seq: tokens per row; None: T.
+        ceiling: return the highest rates: those measured for each kind of work alone, or the datasheet's.
     """
     if found is not None:
         assert shape is not None
@@ -161,9 +161,9 @@ def device_rates(
 
 
 def assumed_rates(device: Device, shape: ModelShape, T: float, seq: float) -> Rates | None:
-    """Return rates by which sets are put in order on a GPU whose own are not known: an H100's, with what is known.
+    """Return rates that rank sets on a GPU with unknown rates: an H100's, replaced where known.
 
-    They are no prediction of its speed, but most of what is slower on one is on the other.
+    They do not predict its speed, but most sets that are slower on one GPU are slower on the other.
     """
     h100 = hardware.NAMED["h100"]
     assumed = replace(
@@ -184,7 +184,7 @@ def _datasheet(device: Device, shares: tuple[float, float, float, float, float, 
     products = {True: {"": half * shares[0]}, False: {"": float32 * shares[1]}}
     attention = {True: {"": half * shares[2]}, False: {"": float32 * shares[3]}}
     pcie = hardware.PCIE.get(device.capability[0], hardware.PCIE_LATER) * HOSTED if device.kind == "cuda" else None
-    if device.kind == "cpu":  # attention by a mask runs at the rate of products, none of it wasted
+    if device.kind == "cpu":  # attention with a mask runs at the rate of matmuls, none of it wasted
         attention = {narrow: {**rates, "masked.": products[narrow][""]} for narrow, rates in attention.items()}
     return Rates(
         "datasheet", source, products, attention, memory * shares[4], link * shares[5], *_host(device, LAUNCH_S), pcie,
@@ -192,26 +192,26 @@ def _datasheet(device: Device, shares: tuple[float, float, float, float, float, 
     )  # fmt: skip
 
 
-def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float, seq: float) -> Rates:
+def _calibrated(device: Device, measured: Calibration, shape: ModelShape, T: float, seq: float) -> Rates:
     """Return the rates of each kind of work alone."""
-    source = found.source
-    if old := calibration.stale(found):
+    source = measured.source
+    if old := calibration.stale(measured):
         source += f"; {old}: optrush calibrate measures again"
     source += _exchanged(device)
     link = None if device.link_bytes_s is None else device.link_bytes_s * LINK
-    if found.link_bytes_s is not None and not device.linked:  # of a link that the hardware's name gives, the name's
-        link = found.link_bytes_s
+    if measured.link_bytes_s is not None and not device.linked:  # a link in the hardware's name wins
+        link = measured.link_bytes_s
     products, attention = {}, {}
     for narrow in (True, False):
-        products[narrow] = _products(found, narrow, shape)
-        attention[narrow] = _attention(found, narrow, shape, T)
+        products[narrow] = _products(measured, narrow, shape)
+        attention[narrow] = _attention(measured, narrow, shape, T)
         if device.kind == "cpu":
-            squares = _attention(_squared(found), narrow, shape, seq)
+            squares = _attention(_squared(measured), narrow, shape, seq)
             attention[narrow] |= {f"masked.{name}": rate for name, rate in squares.items()}
-    up, down = found.to_device_bytes_s, found.from_device_bytes_s
+    up, down = measured.to_device_bytes_s, measured.from_device_bytes_s
     pcie = None if up is None or down is None else statistics.harmonic_mean((up, down))
     return Rates(
-        "calibrated", source, products, attention, found.copy_bytes_s, link, *_host(device, found.launch_s), pcie,
+        "calibrated", source, products, attention, measured.copy_bytes_s, link, *_host(device, measured.launch_s), pcie,
         *_network(device, LINK),
     )  # fmt: skip
 
@@ -229,7 +229,7 @@ def _shared(rates: Rates, device: Device) -> Rates:
 
 
 def _exchanged(device: Device) -> str:
-    """Return the end of a sentence on a link between devices that is not the product's own."""
+    """Return the end of a sentence on a link between devices that differs from the product's own."""
     if not device.linked:
         return ""
     variable = hardware.SLOWER[device.linked]
@@ -237,50 +237,50 @@ def _exchanged(device: Device) -> str:
 
 
 def _host(device: Device, launch_s: float) -> tuple[float, float, float]:
-    """Return the seconds (of a launch, a micro-batch, a step) of the host; a CPU waits for no other device."""
+    """Return the host's seconds per launch, micro-batch and step; a CPU waits for no other device."""
     return (launch_s, MICRO_S, STEP_S) if device.kind == "cuda" else (launch_s, 0.0, 0.0)
 
 
 def _network(device: Device, share: float) -> tuple[float, float]:
-    """Return the rate into a host, of which the share is assumed to be that of the inner link, and a step's time."""
+    """Return the rate into a host, with the inner link's share (assumed), and the time per network step."""
     return (math.inf, 0.0) if device.network is None else (device.network.bytes_s * share, device.network.step_s)
 
 
-def _products(found: Calibration, narrow: bool, shape: ModelShape) -> dict[str, float]:
+def _products(measured: Calibration, narrow: bool, shape: ModelShape) -> dict[str, float]:
     """Return rates by the ledger's names where the shape was measured; "" is the median of all shapes.
 
     The rate of equal amounts of work, one after the other, is the harmonic mean.
     """
-    here = [p for p in found.products if (p.dtype != "float32") == narrow]
+    here = [p for p in measured.products if (p.dtype != "float32") == narrow]
     rates = {"": statistics.median(p.flop_s for p in here)}
     for part, sizes in linears(shape).items():
-        own = {p.direction: p.flop_s for p in here if (p.outputs, p.inputs) == sizes}
-        if len(own) < 3:
+        matching = {p.direction: p.flop_s for p in here if (p.outputs, p.inputs) == sizes}
+        if len(matching) < 3:
             continue
         if part == "head":
-            rates["head.products"] = statistics.harmonic_mean(list(own.values()))
+            rates["head.products"] = statistics.harmonic_mean(list(matching.values()))
         else:
-            rates[f"forward.{part}"] = own["forward"]
-            rates[f"backward.{part}"] = statistics.harmonic_mean((own["input"], own["weight"]))
+            rates[f"forward.{part}"] = matching["forward"]
+            rates[f"backward.{part}"] = statistics.harmonic_mean((matching["input"], matching["weight"]))
     return rates
 
 
-def _attention(found: Calibration, narrow: bool, shape: ModelShape, T: float) -> dict[str, float]:
+def _attention(measured: Calibration, narrow: bool, shape: ModelShape, T: float) -> dict[str, float]:
     """Return rates of the model's heads, interpolated at T; else the median of all heads."""
-    here = [a for a in found.attention if (a.dtype != "float32") == narrow]
+    here = [a for a in measured.attention if (a.dtype != "float32") == narrow]
     rates = {"": statistics.median(a.flop_s for a in here)}
     heads = (shape.heads, shape.kv_heads, shape.head_width)
     for direction in ("forward", "backward"):
-        all_ = [a for a in here if a.direction == direction]
-        own = [a for a in all_ if (a.heads, a.kv_heads, a.head_width) == heads]
-        rates[f"{direction}.scores"] = _at(own, T) if own else statistics.median(a.flop_s for a in all_)
+        rows = [a for a in here if a.direction == direction]
+        matching = [a for a in rows if (a.heads, a.kv_heads, a.head_width) == heads]
+        rates[f"{direction}.scores"] = _at(matching, T) if matching else statistics.median(a.flop_s for a in rows)
     return rates
 
 
-def _squared(found: Calibration) -> Calibration:
-    """Return the calibration with a CPU's rates of whole squares, of which only the halves were counted."""
-    whole = (replace(a, flop_s=a.flop_s * (1 + min(1.0, PIECE / a.seq))) for a in found.attention)
-    return replace(found, attention=tuple(whole))
+def _squared(measured: Calibration) -> Calibration:
+    """Return the calibration with a CPU's rates for whole squares; the measurement counts only halves."""
+    scaled = (replace(a, flop_s=a.flop_s * (1 + min(1.0, PIECE / a.seq))) for a in measured.attention)
+    return replace(measured, attention=tuple(scaled))
 
 
 def _at(measured: Iterable[AttentionRate], T: float) -> float:
@@ -317,7 +317,7 @@ def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None =
 
 
 def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | None = None) -> float | None:
-    """Return the seconds of a step as in `efforts`; None: the device's rates are unknown."""
+    """Return the seconds of a step, from `efforts`; None: the device's rates are unknown."""
     rates = rates or device_rates(device)
     if rates is None:
         return None
@@ -328,7 +328,7 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
     for work, times, alone, started in _each(ledger, tokens, rates):
         on_host += started
         read += work.reads * times
-        window += alone if _in_window(work) else 0.0  # it may be without end
+        window += alone if _in_window(work) else 0.0  # it may be infinite
         per = "step" if work.per == "step" else "micro"
         if work.unit == "link" and not work.awaited:
             linked[per] += alone
@@ -341,7 +341,7 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
     computed["step"] += paging.seconds
     if not computed["micro"] or math.isinf(max(*computed.values(), *linked.values(), offload.seconds)):
         return None
-    # What a step sends once is sent beside its last micro-batch, after which the update waits for the rest of it.
+    # Data sent once per step overlaps with the last micro-batch; then the update waits for the rest.
     last = max(linked["micro"] / ledger.accumulation + linked["step"], computed["micro"] / ledger.accumulation)
     others = (1 - 1 / ledger.accumulation) * max(computed["micro"], linked["micro"])
     busy = others + last + computed["step"]
@@ -351,24 +351,24 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
 
 
 def slowest(books: Sequence[Ledger], device: Device, tokens: float, rates: Rates | None = None) -> float | None:
-    """Return the seconds of a step on the rank of a pipeline that takes longest; None: rates are unknown."""
-    found = [step_seconds(book, device, tokens, rates) for book in books]
-    known = [seconds for seconds in found if seconds is not None]
-    return max(known) if len(known) == len(found) else None
+    """Return the seconds of a step on the slowest rank of a pipeline; None: rates are unknown."""
+    times = [step_seconds(book, device, tokens, rates) for book in books]
+    known = [seconds for seconds in times if seconds is not None]
+    return max(known) if len(known) == len(times) else None
 
 
 def seconds_by_part(ledger: Ledger, tokens: float, rates: Rates) -> dict[str, float]:
     """Return the device's seconds of a step for each of `PARTS`, at these rates."""
     by_part = dict.fromkeys(PARTS, 0.0)
     for work, _, alone, _ in _each(ledger, tokens, rates):
-        if work.unit != "link":  # in parallel with them
+        if work.unit != "link":  # links run in parallel
             by_part[_part(work)] += alone
     by_part["optimizer"] += _host_traffic(ledger, tokens, rates)[1].seconds
     return by_part
 
 
 def _host_traffic(ledger: Ledger, tokens: float, rates: Rates) -> tuple[WorkTime, WorkTime]:
-    """Return offloading, in parallel with the computation, and paging, for which the update waits.
+    """Return the seconds of offloading, in parallel with the computation, and of paging, which delays the update.
 
     Paging moves both directions at once (assumed, not measured).
     """
@@ -395,7 +395,7 @@ def _part(work: WorkItem) -> str:
 
 
 def _each(ledger: Ledger, tokens: float, rates: Rates) -> Iterator[tuple[WorkItem, float, float, float]]:
-    """Yield each work, its number in a step, its seconds on device or link, and the host's seconds to start it."""
+    """Yield each work item, its count per step, its seconds on device or link, and the host's seconds to launch it."""
     counts = {"token": tokens * ledger.accumulation, "micro": float(ledger.accumulation), "step": 1.0}
     narrow = ledger.bytes_per_value["product"] < 4
     for work in ledger.work:
@@ -404,7 +404,7 @@ def _each(ledger: Ledger, tokens: float, rates: Rates) -> Iterator[tuple[WorkIte
             speed = rates.link_bytes_s if work.unit == "link" else rates.bytes_s
             moved = work.values * ledger.bytes_per_value[work.role] * times
             alone = 0.0 if not moved else math.inf if speed is None else moved / speed
-            if work.entering:  # while ranks of one host exchange, hosts do
+            if work.entering:  # exchanges within a host and between hosts overlap
                 entering = work.entering * ledger.bytes_per_value[work.role] * times
                 rounds = 1 if work.per == "step" else ledger.accumulation
                 alone = max(alone, entering / rates.network_bytes_s) + work.steps * rounds * rates.network_step_s
@@ -414,7 +414,7 @@ def _each(ledger: Ledger, tokens: float, rates: Rates) -> Iterator[tuple[WorkIte
 
 
 def _in_window(work: WorkItem) -> bool:
-    """Return whether the device does it in every micro-batch, and nothing else meanwhile."""
+    """Return whether the device does the work in every micro-batch, and nothing else meanwhile."""
     return work.per != "step" and (work.unit != "link" or work.awaited)
 
 
@@ -424,12 +424,12 @@ def _waiting(ledger: Ledger) -> float:
 
 
 def filled_share(ledger: Ledger) -> float:
-    """Return the share of the slots that hold a token."""
+    """Return the share of the slots with a token."""
     return 1.0 - sum(w.padding * w.times for w in ledger.work if not w.gone)
 
 
 def room(device: Device) -> float | None:
-    """Return the bytes that a peak may have on a device; None: its memory is not known."""
+    """Return the most bytes of a peak on a device; None: its memory is unknown."""
     if device.memory_bytes is None:
         return None
     context = CONTEXT_BYTES if device.kind == "cuda" else 0
@@ -437,22 +437,22 @@ def room(device: Device) -> float | None:
 
 
 def host_room(env: Environment) -> int | None:
-    """Return the bytes of host memory that a rank's data may have, as `hardware.room_on_host`."""
+    """Return the bytes of host memory for a rank's data, from `hardware.room_on_host`."""
     hosts = env.device.hosts
     here = int(os.environ.get("LOCAL_WORLD_SIZE", env.ranks)) if hosts == 1 else env.ranks // hosts
     return hardware.room_on_host(env.device, here)
 
 
 def excess_on_host(books: Sequence[Ledger], env: Environment, tokens: float) -> float:
-    """Return the bytes that the rank with the most data on its host has there beyond its room; 0.0: it has enough."""
+    """Return the bytes by which the rank with the most data on its host exceeds its room there; 0.0: it fits."""
     most = host_room(env)
     return 0.0 if most is None else max(0.0, *(hosted_bytes(book, tokens) - most for book in books))
 
 
 def fullness(books: Sequence[Ledger], env: Environment, tokens: float) -> float:
-    """Return the share that is filled of a rank's room on its device or its host, of the fuller; above 1: too much.
+    """Return the filled share of a rank's room on its device or its host, whichever is fuller; above 1: too much.
 
-    0.0 of a room that is not known.
+    0.0 for an unknown room.
     """
     on_device, on_host = room(env.device), host_room(env)
     shares = [0.0 if on_device is None else most_bytes(book, tokens) / on_device for book in books]

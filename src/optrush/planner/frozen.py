@@ -16,7 +16,7 @@ UNREAD = "only a gradient that is not made reads it"
 
 
 def frozen_parameters(env: Environment, shape: ModelShape, names: Collection[str]) -> Iterator[Rule]:
-    """Yield the rules for parameters that are not trained, in the type that they have.
+    """Yield the rules for frozen parameters in their own dtype.
 
     Args:
         names: of `ModelShape.named_parameters`.
@@ -29,13 +29,13 @@ def frozen_parameters(env: Environment, shape: ModelShape, names: Collection[str
             yield freeze_rule(tagged(part), NO_GRADIENT, share)
     begin = _first_trained(shape, names)
     if begin:
-        why, passed = f"no backward pass goes below block {begin}", 1 - begin / L
+        reason, passed = f"no backward pass goes below block {begin}", 1 - begin / L
         for kept in (tagged("saved"), "input", "casts.blocks"):
-            yield live(kept, why, values=passed)
-        yield live(tagged("backward"), why, times=passed)
+            yield live(kept, reason, values=passed)
+        yield live(tagged("backward"), reason, times=passed)
 
     def share_of(*modules: str) -> float:
-        """Return the frozen share of what these hold in the blocks that a backward pass goes through."""
+        """Return the frozen share of these parameters' values in the blocks that a backward pass reaches."""
         places = (f"blocks.{layer}.{module}.weight" for layer in range(begin, L) for module in modules)
         return _share({name: sizes[name] for name in places if name in sizes}, names)
 
@@ -60,12 +60,12 @@ def frozen_parameters(env: Environment, shape: ModelShape, names: Collection[str
 
 
 def _share(sizes: dict[str, int], names: Collection[str]) -> float:
-    """Return the share of all values that parameters of these names have; 0.0 of none."""
+    """Return the share of all values in the parameters of these names; 0.0 without names."""
     return sum(values for name, values in sizes.items() if name in names) / max(1, sum(sizes.values()))
 
 
 def _first_trained(shape: ModelShape, names: Collection[str]) -> int:
-    """Return the number of the first block that a backward pass reaches; of blocks if it reaches none."""
+    """Return the index of the first block that a backward pass reaches; the number of blocks if it reaches none."""
     before = (name for name, _ in shape.named_parameters() if name.startswith(("embedding.", "inputs.")))
     if not {*before} <= {*names}:
         return 0

@@ -1,6 +1,6 @@
 """Write a run's first YAML for a model, data and a machine (`optrush init`). Pure.
 
-`compose` chooses the values (`choose_values`), lets `decide` answer what they leave open, formats all of it with a
+`compose` chooses the values (`choose_values`), lets `decide` answer the open questions, formats everything with a
 comment for every block (`yaml_text`), and parses and decides the text, so that the written configuration can run.
 """
 
@@ -105,12 +105,12 @@ def _line(text: str) -> str:
 SMALLEST = "{model: tiny, objective: sft, data: {sample: recipes}, output: out}"  # to parse flags with
 SAMPLES = ("recipes",)
 SAMPLE, RANDOM, SHAPE = "sample:", "random", "shape:"
-COUNTED = 2000  # rows of a file that are counted, to choose the part that is held out
-FEW = 10  # rows of which nothing is held out
+COUNTED = 2000  # rows counted at most, to choose the held-out part
+FEW = 10  # rows of data too small for a held-out part
 GPU_SEQ, GPU_TOKENS = 2048, 32768
 CPU_SEQ, CPU_TOKENS = 512, 2048
-LR = 2e-5  # of a model that has learnt before
-CPU_CONVERSATIONS = 300  # of the sample: minutes on two cores
+LR = 2e-5  # for a pretrained model
+CPU_CONVERSATIONS = 300  # conversations of the sample: minutes on two cores
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,17 @@ class InitRequest:
     data: str  # a file, `sample:recipes`, `random`
     output: str
     hardware: str = "auto"
-    withs: Sequence[str] = ()  # as --with takes them
+    withs: Sequence[str] = ()  # values of --with
     method: str = "auto"
-    seq: int | None = None  # None: as long as suits the device
+    seq: int | None = None  # None: chosen for the device
     epochs: float = 1
-    teacher: str | None = None  # of `distill`
-    sets: Sequence[str] = ()  # as --set takes them
+    teacher: str | None = None  # for `distill`
+    sets: Sequence[str] = ()  # values of --set
 
 
 @dataclass(frozen=True)
 class FirstConfig:
-    """The text, the configuration that it parses to, and the number of ranks."""
+    """The text, its parsed configuration, and the number of ranks."""
 
     text: str
     config: Config
@@ -140,10 +140,10 @@ class FirstConfig:
 
 
 def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] = ALL) -> FirstConfig:
-    """Compose a YAML, and check it as `optrush train` does.
+    """Compose a YAML, and check it like `optrush train`.
 
     Raises:
-        UserError: as `decide`; the data file cannot be read; the output is not empty.
+        UserError: from `decide`; the data file cannot be read; the output is not empty.
     """
     device, ranks = hardware.parse_hardware(request.hardware)
     here = request.hardware == "auto"
@@ -155,14 +155,14 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     check_sets(request.sets)
     check_data(request.data, request.sets)
     check_new_output(request.output)
-    own = parse_config(SMALLEST, file, request.sets, request.withs).with_
-    wanted = instantiate(classes, own)
+    named = parse_config(SMALLEST, file, request.sets, request.withs).with_
+    wanted = instantiate(classes, named)
     if ranks == 1 and any(RANK_PARTS & t.claims for t in wanted):
         many = math.prod(n for t in wanted for n in t.axes().values())
         ranks = max(2, many, len(hardware.probe()) // many * many if here else 2)
     tree = choose_values(request, device, ranks)
-    own = _with_new_tokens({**METHODS.get(request.method, {}), **own}, tree)
-    decided = _decided(request, tree, own, device, ranks, classes)
+    named = _with_new_tokens({**METHODS.get(request.method, {}), **named}, tree)
+    decided = _decided(request, tree, named, device, ranks, classes)
     try:
         prediction = search.predict_decided(decided)
     except UserError as error:
@@ -170,7 +170,7 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     else:
         memory = f"predicted to need {prediction.peak_bytes / hardware.GIB:.1f} GiB of memory at most"
         if not prediction.fits:
-            asked = f"{', '.join(sorted(own)) or 'a run'} in a run of {request.model} on {request.hardware}"
+            asked = f"{', '.join(sorted(named)) or 'a run'} in a run of {request.model} on {request.hardware}"
             raise NeedsError(asked, f"with that it does not fit: {memory}", "leave it out, or take --method auto")
     techniques = _with_new_tokens(decided.config.with_, tree)
     tree["batch"]["micro_tokens"] = decided.config.batch.micro_tokens
@@ -186,7 +186,7 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
 def of_model(
     model: str, data: str | None, name: str, sets: Sequence[str], withs: Sequence[str], withouts: Sequence[str]
 ) -> Config:
-    """Return the configuration of a first run of a model, to plan; without `data`, of random tokens.
+    """Return the configuration of a model's first run, to plan; without `data`, on random tokens.
 
     Raises:
         UserError: the data cannot be read, or a flag names an unknown key.
@@ -202,32 +202,32 @@ def of_model(
 
 
 def _decided(
-    request: InitRequest, tree: dict[str, Any], own: dict[str, dict[str, Any]], device: Device, ranks: int,
+    request: InitRequest, tree: dict[str, Any], named: dict[str, dict[str, Any]], device: Device, ranks: int,
     classes: Sequence[type[Technique]],
 ) -> Decided:  # fmt: skip
-    """Decide the run: by the set that is fastest with the same maths, where none fits by the best that does."""
+    """Decide the run: with the fastest set of the same maths, or if none fits, with the best set that fits."""
     here = request.hardware == "auto"
-    config = Config.model_validate({**tree, "method": request.method, "with": own})
+    config = Config.model_validate({**tree, "method": request.method, "with": named})
     try:
         return decide(config, classes, ranks, device, here=here, choose=True)
     except NeedsError as error:
         if not isinstance(error, NothingFits):
             raise
-    found = _searched(Config.model_validate(tree | {"with": own}), request, classes)
-    return decide(Config.model_validate(tree | {"with": _with_named(found, own, classes)}), classes, ranks, device)
+    chosen = _searched(Config.model_validate(tree | {"with": named}), request, classes)
+    return decide(Config.model_validate(tree | {"with": _with_named(chosen, named, classes)}), classes, ranks, device)
 
 
 def _with_named(
-    found: dict[str, dict[str, Any]], own: dict[str, dict[str, Any]], classes: Sequence[type[Technique]]
+    chosen: dict[str, dict[str, Any]], named: dict[str, dict[str, Any]], classes: Sequence[type[Technique]]
 ) -> dict[str, dict[str, Any]]:
-    """Return the techniques found with those that were named, in place of what owns the same part of a run."""
-    taken = {part for t in instantiate(classes, own) for part in t.claims}
-    free = {t.name for t in instantiate(classes, found) if not taken & t.claims}
-    return {**{name: options for name, options in found.items() if name in free}, **own}
+    """Return the chosen techniques with the named ones, which replace those that own the same part of a run."""
+    taken = {part for t in instantiate(classes, named) for part in t.claims}
+    free = {t.name for t in instantiate(classes, chosen) if not taken & t.claims}
+    return {**{name: options for name, options in chosen.items() if name in free}, **named}
 
 
 def _with_new_tokens(techniques: dict[str, dict[str, Any]], tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the techniques, adapters with the modules that have rows for new tokens: a run without them is refused."""
+    """Return the techniques; adapters also train the modules with rows for new tokens, which the run requires."""
     if not isinstance(tree["model"], dict) or "add_tokens" not in tree["model"]:
         return techniques
     saved = {"save": ["embed_tokens", "lm_head"]}
@@ -236,19 +236,19 @@ def _with_new_tokens(techniques: dict[str, dict[str, Any]], tree: dict[str, Any]
 
 
 def _searched(config: Config, request: InitRequest, classes: Sequence[type[Technique]]) -> dict[str, dict[str, Any]]:
-    """Return the techniques of the best setting that fits, of any method unless one is asked for.
+    """Return the techniques of the best setting that fits, of the requested method or of any.
 
     Raises:
-        NeedsError: nothing fits, with the nearest that does.
+        NeedsError: nothing fits; it names the smallest changes after which something does.
     """
     method = None if request.method == "auto" else request.method
-    found = answer.answer(changed(config, {"method": method}), request.hardware, classes)
-    if found.best is None or found.best.setting is None:
-        needs = "" if (least := found.least) is None else f": the smallest set tried needs {least.text()}"
-        do = "; or ".join(found.nearest) or "take a smaller model, shorter rows or other hardware"
+    answered = answer.answer(changed(config, {"method": method}), request.hardware, classes)
+    if answered.best is None or answered.best.setting is None:
+        needs = "" if (least := answered.least) is None else f": the smallest set tried needs {least.text()}"
+        do = "; or ".join(answered.nearest) or "take a smaller model, shorter rows or other hardware"
         asked = f"a run of {request.model} on {request.hardware}"
         raise NeedsError(asked, f"nothing fits{needs}", do)
-    return {name: dict(options) for name, options in found.best.setting.with_.items()}
+    return {name: dict(options) for name, options in answered.best.setting.with_.items()}
 
 
 def choose_values(
@@ -257,7 +257,7 @@ def choose_values(
     """Choose every value except the techniques; return them as the tree of the YAML.
 
     Args:
-        model: as it is named, whether or not it needs a chat template; None: the request's, whose files are looked at.
+        model: value of `model` in the YAML; None: the request's, with ChatML if its files have no chat template.
     """
     shape = request.model.removeprefix(SHAPE)
     model = None if shape != request.model else model
@@ -279,8 +279,8 @@ def choose_values(
         tree["data"]["too_long"] = "drop"
     gpu = device.kind == "cuda"
     seq = _longest(tree, request.seq or (GPU_SEQ if gpu else CPU_SEQ))
-    own = _given(request.sets).get("batch.seq")
-    seq = own if isinstance(own, int) and own > 0 else seq
+    seq_set = _given(request.sets).get("batch.seq")
+    seq = seq_set if isinstance(seq_set, int) and seq_set > 0 else seq
     rows = max(1, (GPU_TOKENS if gpu else CPU_TOKENS) // seq // ranks) * ranks
     tree["batch"] = {"seq": seq} if sampled else {"seq": seq, "tokens": seq * rows}
     fresh = request.model == "tiny" or request.model.startswith(SHAPE)
@@ -298,7 +298,7 @@ def choose_values(
 
 
 def _hold_out_no_more(tree: dict[str, Any], request: InitRequest) -> None:
-    """Hold nothing out, and measure nothing, where the values of --set leave too few rows for it."""
+    """Remove the held-out part and its evaluations if the values of --set leave too few rows."""
     data, given = tree["data"], _given(request.sets).keys()
     if "eval" in data and "data.eval" not in given and given & {"data.text_rows", "data.max_samples"}:
         path = data.get("path")
@@ -315,27 +315,27 @@ def _given(sets: Sequence[str]) -> dict[str, Any]:
 
 
 def _lay(tree: dict[str, Any], sets: Sequence[str]) -> None:
-    """Lay the values of --set over the tree, but for techniques, which are kept elsewhere."""
+    """Apply the values of --set to the tree, except techniques, which are kept elsewhere."""
     for flag in sets:
         if flag.partition("=")[0].split(".")[0] != "with":
             set_value(tree, flag)
 
 
 def _model(request: InitRequest) -> Any:
-    """Return the value of `model`; with ChatML where rows are conversations and the tokenizer has no chat template."""
+    """Return the value of `model`; with ChatML if rows are conversations and the tokenizer has no chat template."""
     from optrush.data.tokenizer import chatml_keys
 
     if request.model.startswith(SHAPE):
         return {"shape": request.model.removeprefix(SHAPE)}
-    own = any(flag.startswith("model.chat_template=") for flag in request.sets)
-    if own or request.model == "tiny" or not _conversations(request):
+    template = any(flag.startswith("model.chat_template=") for flag in request.sets)
+    if template or request.model == "tiny" or not _conversations(request):
         return request.model
     bare = {"model": request.model, "objective": "pretrain", "data": {"random": True}, "output": "runs/new"}
     folder, _ = locate(Config.model_validate(bare))
     assert folder is not None
     try:
         keys = chatml_keys(folder)
-    except NeedsError:  # a tokenizer that cannot be read here may be so where the run is
+    except NeedsError:  # a tokenizer that cannot be read here may be readable where the run is
         return request.model
     return {"path": request.model, **keys} if keys else request.model
 
@@ -350,7 +350,7 @@ def _conversations(request: InitRequest) -> bool:
 
 
 def _data(text: str, device: Device, seen: bool) -> dict[str, Any]:
-    """Return the section `data`; `seen`: rows have images, behind which none is cut."""
+    """Return the section `data`; `seen`: rows have images and must not be truncated."""
     if text.startswith(SAMPLE):
         sample = {"sample": text.removeprefix(SAMPLE), "eval": 0.1, "too_long": "split"}
         return sample if device.kind == "cuda" else sample | {"max_samples": CPU_CONVERSATIONS}
@@ -360,7 +360,7 @@ def _data(text: str, device: Device, seen: bool) -> dict[str, Any]:
     from optrush.data.readers import TEXT, form
 
     path = Path(text).expanduser()
-    documents, rows = {}, _count_rows(path, "paragraph")  # of what is no text, the rows that it has anyway
+    documents, rows = {}, _count_rows(path, "paragraph")  # data other than text has rows anyway
     if (form(path) or ("",))[0] in TEXT:
         documents = {"text_rows": "paragraph" if rows >= FEW else "file"}
     held_out = {} if rows < FEW else {"eval": 0.1 if rows < COUNTED else 0.02}
@@ -381,10 +381,10 @@ def _count_rows(path: Path, text_rows: str) -> int:
 
 
 def check_data(text: str, sets: Sequence[str] = ()) -> str:
-    """Return the objective that suits the data, whose rows the values of --set may name.
+    """Return the objective that suits the data; --set may describe its rows.
 
     Raises:
-        ConfigError: no such sample, or not a number of documents.
+        ConfigError: no such sample, or an invalid number of documents.
         DataError: no such file, or its first row is invalid.
     """
     from optrush.data.schema import Judged, Pair, Text
@@ -405,15 +405,15 @@ def check_data(text: str, sets: Sequence[str] = ()) -> str:
 
 
 def _built_in(text: str) -> bool:
-    """Return whether the data is no file."""
+    """Return whether the data is a sample or random, not a file."""
     return text.startswith((SAMPLE, RANDOM + ":")) or text == RANDOM
 
 
 def _first_row(text: str, sets: Sequence[str], objective: str = "") -> Row | None:
-    """Return the first row of a file, as an objective reads it or as suits it; None for data that is no file.
+    """Return the first row of a file, parsed for an objective or the one that suits it; None for other data.
 
     Raises:
-        DataError: an invalid row; where `data.columns` helps, with the flag of it.
+        DataError: an invalid row; names the flag of `data.columns` if that helps.
     """
     from optrush.data.readers import read_rows
     from optrush.data.schema import JUDGEMENT, parse_row, row_rules
@@ -422,11 +422,11 @@ def _first_row(text: str, sets: Sequence[str], objective: str = "") -> Row | Non
         return None
     config = parse_config(SMALLEST, "init", sets)
     rules = row_rules(config)
-    where, found = next(read_rows(Path(text).expanduser(), config.data.reading))
-    judged = JUDGEMENT & {rules.of_rows.get(key, key).lower() for key in found}
-    usual = JUDGED if judged else "dpo"  # of several kinds the structured one is meant, and of those a pair
+    where, row = next(read_rows(Path(text).expanduser(), config.data.reading))
+    judged = JUDGEMENT & {rules.of_rows.get(key, key).lower() for key in row}
+    usual = JUDGED if judged else "dpo"  # structured formats come first, pairs before others
     try:
-        return parse_row(where, found, replace(rules, objective=objective or usual))
+        return parse_row(where, row, replace(rules, objective=objective or usual))
     except DataError as error:
         raise DataError(error.asked, error.found, _COLUMNS.sub(_as_flag, error.do)) from None
 
@@ -435,11 +435,11 @@ _COLUMNS = re.compile(r"data\.columns: (\{.*?\})")
 
 
 def _as_flag(line: re.Match[str]) -> str:
-    """Return a line of YAML as the flag that sets the same."""
+    """Return the flag that is equivalent to a line of YAML."""
     return f"--set {shlex.quote(f'data.columns={line[1]}')}"
 
 
-# Keys that are not set but have a flag of their own, or are chosen, since others follow from them.
+# Keys that --set rejects: they have a flag of their own, or are chosen because others follow from them.
 OWN_FLAGS = {
     "model": "--model", "model.path": "--model", "model.shape": "--model shape:NAME", "objective": "--objective",
     "data": "--data", "data.path": "--data", "data.sample": "--data sample:NAME", "data.random": "--data random:N",
@@ -474,7 +474,7 @@ def check_objective(text: str) -> str:
 
 
 def check_teacher(request: InitRequest) -> None:
-    """Raise ConfigError for a teacher without an objective that has one, or the other way."""
+    """Raise ConfigError for a teacher without an objective that needs it, or such an objective without a teacher."""
     if (request.objective == "distill") != (request.teacher is not None):
         found = "no teacher" if request.teacher is None else f"a teacher, {request.teacher}"
         do = "name one: --teacher MODEL" if request.teacher is None else "take --objective distill, or leave it out"
@@ -514,7 +514,7 @@ def check_new_output(text: str) -> str:
 
 
 def _longest(tree: dict[str, Any], seq: int) -> int:
-    """Return the tokens a row: `seq`, or fewer if the model has fewer positions."""
+    """Return the tokens per row: `seq`, or fewer if the model has fewer positions."""
     bare = {"model": tree["model"], "objective": tree["objective"], "data": tree["data"], "output": "runs/new"}
     _, hf = locate(Config.model_validate(bare), weights=False)
     refuse_foreign(hf)

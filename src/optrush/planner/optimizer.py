@@ -12,44 +12,44 @@ from typing import Any, Literal
 
 from optrush.planner.ledger import Line, Live, Match, Role, Rule, WorkItem, add, like, live, replaced, tagged
 
-# AdamW, for each trained value: its moments, and the values of a weight's width that its step reads and writes (weight
-# and both moments twice, the gradient once).
+# AdamW, per trained value: its moments, and the values of a weight's width read and written per step (weight and both
+# moments twice, the gradient once).
 MOMENTS, MOVED = 2.0, 7.0
 
 
 @dataclass(frozen=True)
 class States:
-    """Values that an optimizer keeps for each trained value."""
+    """Values that an optimizer stores per trained value."""
 
     values: float = MOMENTS
-    role: Role | None = None  # gives their bytes (planner/ledger.py); None: the run's own, as AdamW's have
+    role: Role | None = None  # sets their bytes (planner/ledger.py); None: the run's, like AdamW's
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """Facts from which the plan of an optimizer follows. The defaults are the baseline's, AdamW in a loop.
+    """Facts that determine the plan of an optimizer. The defaults are the baseline's, AdamW in a loop.
 
     Keys of mappings are parts of the model: "blocks", "embedding", "head", or "*" for all parameters.
     """
 
     reason: str  # in a few words
-    # What it keeps, and where.
-    states: Mapping[str, States] = field(default_factory=dict)  # parts that are not named keep AdamW's
-    resident: float | None = None  # trained values whose states are on the device at a time, others' on the host
-    # What steps.
-    loop: bool = True  # operators, a parameter at a time; False: kernels over many, without copies of whole parameters
-    moved: float = MOVED  # values of a weight's width, for each trained value
-    work: Mapping[str, WorkItem] = field(default_factory=dict)  # work besides; its `values` are for each trained value
-    in_backward: bool = False  # a parameter is stepped, and its gradient freed, as soon as this is computed
-    # What it needs meanwhile.
-    workspace: Mapping[str, float] = field(default_factory=dict)  # float32 values while it steps that part
+    # States, and where they are.
+    states: Mapping[str, States] = field(default_factory=dict)  # parts without an entry have AdamW's
+    resident: float | None = None  # trained values with states on the device at a time; other states are on the host
+    # The step.
+    loop: bool = True  # operators per parameter; False: kernels over many, without copies of whole parameters
+    moved: float = MOVED  # values of a weight's width, per trained value
+    work: Mapping[str, WorkItem] = field(default_factory=dict)  # further work; its `values` are per trained value
+    in_backward: bool = False  # updates a parameter and frees its gradient as soon as this is computed
+    # Temporary memory.
+    workspace: Mapping[str, float] = field(default_factory=dict)  # float32 values during the update of that part
 
 
 def optimizer_rules(spec: OptimizerSpec, *, early: bool) -> Iterator[Rule]:
     """Yield the rules that follow from an optimizer's facts.
 
     Args:
-        early: the run updates parameters in its backward pass, by this technique or another.
+        early: some technique updates parameters in the backward pass.
     """
     for part, kept in spec.states.items():
         changes: dict[str, Any] = {} if kept.role is None else {"role": kept.role}

@@ -11,24 +11,24 @@ from optrush.decide import changed
 from optrush.planner.sets import Prediction
 
 # Seconds of SmolLM2-135M on one H200 with 16 cores (docs/log): Python, torch, transformers' tokenizer and the device's
-# context; processes that tokenise, and tokens a second of theirs; kernels that every run loads; the report's charts.
+# context; tokenization workers and their tokens/s; kernels that every run loads; the report's charts.
 IMPORTS_S, WORKERS_S, TOKENISED_S, KERNELS_S, REPORT_S = 8.0, 1.5, 1.5e6, 3.0, 2.0
 READ_BYTES_S, WRITTEN_BYTES_S = 2e9, 6e8  # weights from a warm disk; a checkpoint, hashed and flushed
-FORWARD = 1 / 3  # of a step's time
+FORWARD = 1 / 3  # forward pass's share of a step
 
 
 @dataclass(frozen=True)
 class RunTime:
-    """Steps of a run and its seconds, in the order in which they pass."""
+    """Steps of a run, and its seconds in order of time."""
 
-    steps: float | None  # None: not known
-    start_s: float | None = None  # on a machine that has compiled nothing for it yet
+    steps: float | None  # None: unknown
+    start_s: float | None = None  # on a machine without compiled code for it
     steps_s: float | None = None
     end_s: float | None = None  # saves, evaluations, the model, the report
 
     @property
     def seconds(self) -> float | None:
-        """Return the seconds from the command to the model; None: not known."""
+        """Return the seconds from the command to the model; None: unknown."""
         parts = (self.start_s, self.steps_s, self.end_s)
         return None if None in parts else sum(p for p in parts if p is not None)
 
@@ -41,10 +41,10 @@ def run_time(config: Config, p: Prediction, tokens: float | None) -> RunTime:
 
     Args:
         p: the prediction of its steps.
-        tokens: of one epoch; None: not known.
+        tokens: per epoch; None: unknown.
     """
     length = config.train
-    if (g := config.grpo) is not None:  # how long answers will be, and so the time of a step, is not known
+    if (g := config.grpo) is not None:  # the length of answers is unknown, and so is the time of a step
         rows = estimate_rows(config)
         epoch = None if rows is None else length.epochs * rows / g.prompts * g.updates
         return RunTime(float(length.steps) if length.steps else None if epoch is None else math.ceil(epoch))
@@ -60,7 +60,7 @@ def run_time(config: Config, p: Prediction, tokens: float | None) -> RunTime:
 
 
 def _held_out(config: Config, tokens: float | None) -> float:
-    """Return the tokens of an evaluation; 0 where they are not known."""
+    """Return the tokens of an evaluation; 0 if unknown."""
     data = config.data
     if isinstance(data.eval, str):  # a file
         alone = {"path": data.eval, **dict.fromkeys(("eval", "sample", "random", "max_samples"))}
@@ -79,14 +79,14 @@ def _end(config: Config, p: Prediction, steps: float, held_out: float) -> float:
     length = config.train
     weights, states = p.a_parameter.get("weights", 0.0), p.a_parameter.get("states", 0.0)
     saved = p.parameters * (states + min(weights, states)) / WRITTEN_BYTES_S
-    # All weights, with adapters merged; what is stored in few bits is written in two bytes.
+    # All weights, with adapters merged; quantized weights are written with two bytes each.
     exported = p.parameters * max(weights, 2.0) / WRITTEN_BYTES_S if length.export else 0.0
     evals = 1 + _times(length.eval_cadence(int(steps)), steps)
     return (1 + _times(length.save_every, steps)) * saved + exported + evals * held_out + REPORT_S
 
 
 def _times(cadence: float | None, steps: float) -> float:
-    """Return how often something is due before the last step."""
+    """Return how many times an event is due before the last step."""
     if cadence is None:
         return 0.0
     return max(0.0, (1 / cadence if cadence < 1 else steps / cadence) - 1)

@@ -1,4 +1,4 @@
-"""Predict a configuration, search better settings of it, and the same on other models of its family. Pure."""
+"""Predict a configuration, search better settings of it, and predict other models of its family. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def predict(
     config: Config, hardware: str | Device = "auto", ranks: int | None = None,
     classes: Sequence[type[Technique]] = ALL,
 ) -> Prediction:  # fmt: skip
-    """Predict peak memory and speed of a configuration, once what it leaves open is decided.
+    """Predict peak memory and speed of a configuration, after `decide` has completed it.
 
     Args:
-        hardware: as in `hardware.parse_hardware`, or a device.
+        hardware: a name for `hardware.parse_hardware`, or a device.
         ranks: processes; None: the number in the hardware's name.
 
     Raises:
@@ -45,17 +45,17 @@ def predict_decided(decided: Decided) -> Prediction:
     """
     lengths = estimate_fill(decided.config)
     env = dataclasses.replace(decided.env, reach=lengths.reach)
-    found = calibration.for_device(env.device)
-    return predict_set(decided.techniques, env, shape_of(decided.hf), lengths.padding, found)
+    measured = calibration.for_device(env.device)
+    return predict_set(decided.techniques, env, shape_of(decided.hf), lengths.padding, measured)
 
 
 def books_of(
     config: Config, device: Device, ranks: int, classes: Sequence[type[Technique]] = ALL
 ) -> tuple[list[Ledger], Environment, HF]:
-    """Return the ledger of each rank of a pipeline, one where there is none, the environment and the config.json.
+    """Return the ledger of each rank of a pipeline (one without a pipeline), the environment and the config.json.
 
     Raises:
-        UserError: as `predict`.
+        UserError: see `predict`.
     """
     decided, lengths = decide(config, classes, ranks, device), estimate_fill(config)
     env = dataclasses.replace(decided.env, reach=lengths.reach)
@@ -68,15 +68,15 @@ def search(
     scarce: bool = False, here: bool = False, start: Mapping[str, Mapping[str, Any]] | None = None,
     keep: Container[str] = (),
 ) -> SearchResult:  # fmt: skip
-    """Search the fastest settings of a configuration, as `sets.search_sets` does with the further arguments.
+    """Search the fastest settings of a configuration; `sets.search_sets` documents the further arguments.
 
     Args:
         ranks: processes; None: the number in the hardware's name.
-        fixed: keep the micro-batch, where the configuration has a number.
-        rough: also search for a model without a memory plan, by the figures of `decide.stand_in`.
+        fixed: keep the micro-batch if the configuration has a number.
+        rough: also search for a model without a memory plan, with the figures of `decide.stand_in`.
 
     Raises:
-        UserError: as `search_sets`; the configuration is invalid, or the planner does not support its model.
+        UserError: see `search_sets`; the configuration is invalid, or the planner does not support its model.
     """
     device, count = parse_hardware(hardware)
     config = with_method(config)
@@ -94,7 +94,7 @@ def family(
 ) -> Iterator[tuple[str, int, Candidate | None]]:
     """Predict the named shapes of the model's family on the same hardware, smallest first.
 
-    Each has the given setting, with or without a technique that saves less for the backward pass.
+    Each has the given setting, with or without a technique that stores fewer activations.
 
     Yields:
         name, parameters, setting; None: it does not fit.
@@ -115,13 +115,13 @@ def family(
 
 
 def without_plan(config: Config) -> Iterator[tuple[NoPlan, str, dict[str, int]]]:
-    """Yield the error, a text and the bytes of weights by bits for a model whose blocks nothing describes."""
+    """Yield the error, a text and the bytes of weights by bits for a model without a description of its blocks."""
     folder, hf = locate(config, weights=False)
     try:
         shape_of(hf)
     except NoPlan as error:
         values = stored_values(folder, hf) or stand_in(hf).parameters
-        sizes = {"16": 2 * values, "4": round(values * 4.5 / 8)}  # a scale for 64 of 4 bits
+        sizes = {"16": 2 * values, "4": round(values * 4.5 / 8)}  # one scale per 64 values of 4 bits
         least = " and ".join(f"{size / GIB:.1f} GiB in {bits} bits" for bits, size in sizes.items())
         text = f"no plan for {config.model.path}: {error.found}\n  its weights alone need about {least}"
         yield error, text, sizes

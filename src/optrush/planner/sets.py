@@ -46,7 +46,7 @@ from optrush.technique import (
 
 @dataclass(frozen=True)
 class Prediction:
-    """Memory and speed of one configuration on the rank that needs most."""
+    """Memory and speed of one configuration on the rank with the most memory."""
 
     peak_bytes: int
     memory_kind: str  # "cuda_allocated" or "rss"
@@ -55,27 +55,27 @@ class Prediction:
     device: str
     capacity_bytes: int | None
     fits: bool
-    tokens_per_s: float | None  # useful ones, of all ranks; None where the device's rates are unknown
+    tokens_per_s: float | None  # without padding, over all ranks; None: unknown rates
     basis: str  # "datasheet" or "calibrated"
     rates_from: str = ""  # a sentence on the source of the rates
-    work: tuple[cost.WorkTime, ...] = ()  # of one step on one rank
-    room_bytes: int | None = None  # what a peak may have of the capacity, without the CUDA context and the gaps
+    work: tuple[cost.WorkTime, ...] = ()  # per step on one rank
+    room_bytes: int | None = None  # most bytes of a peak: the capacity without the CUDA context and the gaps
     parameters: int = 0
     a_parameter: Mapping[str, float] = dataclasses.field(default_factory=dict)  # bytes of each kind
-    # Seconds of a step by part at the device's ceiling: measured rates, or the datasheet's whole ones.
+    # Seconds of a step by part at the device's highest rates: measured, or the datasheet's.
     ceiling_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     host_bytes: int = 0  # of pinned host memory, in addition to the device's
-    host_room_bytes: int | None = None  # what a rank may have of it; None: not known
-    host_assumed: bool = False  # that room is, because the host is not known
-    step_s: float | None = None  # of one step
-    compile_s: float = 0.0  # that its techniques add to a first start
+    host_room_bytes: int | None = None  # a rank's share of host memory; None: unknown
+    host_assumed: bool = False  # the host is unknown, so its room is assumed
+    step_s: float | None = None  # seconds per step
+    compile_s: float = 0.0  # added to a first start by its techniques
     stage_bytes: tuple[int, ...] = ()  # peak of each rank of a pipeline
-    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks of each axis that has several
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks per axis with several
     traced: bool = False  # the model's blocks are transformers', and were traced
 
     @property
     def filled(self) -> float:
-        """Return the share of its room on the device or the host that a rank fills, of the fuller; 0.0: not known."""
+        """Return the filled share of a rank's room on the device or the host, whichever is fuller; 0.0: unknown."""
         rooms = ((self.peak_bytes, self.room_bytes), (self.host_bytes, self.host_room_bytes))
         return max(used / most if most else 0.0 for used, most in rooms)
 
@@ -87,9 +87,9 @@ class Candidate:
     with_: Mapping[str, Mapping[str, Any]]
     micro_rows: int
     prediction: Prediction
-    saving: bool = False  # a technique of it saves memory at the cost of work
-    pace: float = 0.0  # what puts sets in order where speeds are not known: steps a second by assumed rates
-    tokens: float | None = None  # of the whole run; None: not known
+    saving: bool = False  # one of its techniques saves memory at the cost of work
+    pace: float = 0.0  # ranks sets without known speeds: steps/s at assumed rates
+    tokens: float | None = None  # of the whole run; None: unknown
 
     @property
     def title(self) -> str:
@@ -97,7 +97,7 @@ class Candidate:
 
     @property
     def speed(self) -> float:
-        """Return tokens per second of the run with what its techniques add to its start, or what stands for them."""
+        """Return the run's tokens per second, including its techniques' start-up time; `pace` if unknown."""
         stepping = self.prediction.tokens_per_s
         if not stepping or not self.tokens or math.isinf(stepping):
             return stepping or self.pace
@@ -105,18 +105,18 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Return what is larger of the better of two that fit: on a CPU one that leaves room for other programs."""
+        """Return the sort key of settings that fit, the best largest; on a CPU room for other programs comes first."""
         return self.prediction.memory_kind != "rss" or self.prediction.filled <= SPARE, self.speed
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best settings, the number of sets that were tried, and why other techniques are not in the best setting."""
+    """The best settings, the number of sets tried, and why other techniques are not in the best setting."""
 
     settings: tuple[Candidate, ...]
     tried: int
     lost: tuple[tuple[str, str], ...]
-    least: Short | None = None  # of what does not fit, where nothing does
+    least: Short | None = None  # requirement of the smallest set, if no set fits
 
 
 def search_sets(
@@ -127,20 +127,20 @@ def search_sets(
     """Search sets of techniques and micro-batches for the fastest settings; the tokens of a step stay the same.
 
     The climb starts from the run's own set and from the empty set, and changes one technique at a time (`climb`).
-    Configured techniques that a search does not choose are in every set, but the fewest that leave none possible.
+    Configured techniques that a search does not choose are in every set, except as few as make some set possible.
 
     Args:
         configured: the run's techniques with their options.
-        keep_maths: leave out techniques that change what is computed (`Numerics.DIFFERENT_MATHS`).
+        keep_maths: leave out techniques that change the maths (`Numerics.DIFFERENT_MATHS`).
         best: number of settings.
-        whole: also try each option that is not in the best set; needed for what is lost without it.
-        scarce: also try what saves memory at the cost of speed.
-        here: leave out what this machine lacks packages or compilers for.
-        start: techniques to climb from, instead of the run's own and none.
+        whole: also try each option that is not in the best set, to report what it would change.
+        scarce: also try techniques that save memory at the cost of speed.
+        here: leave out techniques whose packages or compilers this machine lacks.
+        start: techniques to climb from, instead of the run's own set and the empty set.
         keep: techniques that stay as configured.
 
     Raises:
-        NeedsError: no set is possible, because of what is trained.
+        NeedsError: no set is possible with the trained parameters.
         ConfigError: no mesh divides a step's rows over the ranks.
     """
     env = dataclasses.replace(problem.env, scarce=scarce)
@@ -151,8 +151,8 @@ def search_sets(
     begin = {**(start or {}), **configured}
     options = [_pinned(group, begin, keep) for group in options]
     first = [instantiate([c], {c.name: begin[c.name]})[0] for c in classes if c.name in begin]
-    own = tuple(next((t for t in group if t in first), None) for group in options)
-    part = _largest_part(problem, options, own, keep, whole=whole, both=start is None)
+    initial = tuple(next((t for t in group if t in first), None) for group in options)
+    part = _largest_part(problem, options, initial, keep, whole=whole, both=start is None)
     evaluations = part.evaluations
     if not evaluations.tried:
         _refuse_required(problem.env, [group[0] for group in options if _required(group, keep)])
@@ -160,7 +160,7 @@ def search_sets(
     leading = tuple(_leading(settings, best))
     lost: Iterable[tuple[str, str]] = ()
     if leading and whole:
-        others = _without_each(problem, options, part.named, own, keep, leading[0])
+        others = _without_each(problem, options, part.named, initial, keep, leading[0])
         lost = (*others, *_lost(leading[0], settings, part, env))
     short = [s for s in evaluations.results.values() if isinstance(s, Short)]
     least = min(short, key=lambda s: s.score, default=None)
@@ -168,7 +168,7 @@ def search_sets(
 
 
 def evaluate_set(problem: Problem, techniques: Sequence[Technique]) -> Candidate | Short | None:
-    """Return a set with its best micro-batch; what its smallest needs if none fits; None: it is not possible."""
+    """Return a set with its best micro-batch; the smallest one's needs if none fits; None: it is not possible."""
     return Evaluations(problem).evaluate(techniques)
 
 
@@ -178,7 +178,7 @@ def predict_set(
     """Predict a set with the micro-batch of `env`, which is settled, on the rank that needs most memory.
 
     Args:
-        padding: share of the slots that hold no token, where a row holds one document.
+        padding: share of the slots without a token, with one document per row.
         found: the device's calibration.
     """
     books, tokens = baseline.books(techniques, env, shape, padding), env.micro_rows * env.seq
@@ -191,9 +191,9 @@ def predict_set(
 
 @dataclass(frozen=True)
 class _Searched:
-    """Evaluated sets that have the same of the techniques which a search does not choose.
+    """Evaluated sets with the same configured techniques.
 
-    `named` are the places of these; `always` is what every set has, them included.
+    `named` are the places of techniques that a search does not choose; `always` are all techniques of every set.
     """
 
     evaluations: Evaluations
@@ -203,29 +203,29 @@ class _Searched:
 
     @property
     def rank(self) -> tuple[bool, tuple[bool, float]]:
-        """Return what is larger of two: whether a set is possible, then the speed of the fastest that fits."""
+        """Return the sort key, the best largest: whether a set is possible, then the speed of the fastest that fits."""
         return self.evaluations.tried > 0, max((s.rank for s in self.evaluations.settings), default=(False, 0.0))
 
 
 def _largest_part(
-    problem: Problem, options: list[Options], own: tuple[Technique | None, ...], keep: Container[str], *,
+    problem: Problem, options: list[Options], initial: tuple[Technique | None, ...], keep: Container[str], *,
     whole: bool, both: bool,
 ) -> _Searched:  # fmt: skip
     """Search with all configured techniques that a search does not choose; if no set is possible, without the fewest.
 
     Args:
-        own: the run's own set, to climb from.
+        initial: the run's own set, to climb from.
         both: also climb from the empty set.
     """
     named = [i for i, group in enumerate(options) if None not in group and not _required(group, keep)]
     for count in range(len(named) + 1):
         parts = ([i for i in named if i not in left] for left in itertools.combinations(named, count))
-        found = [
-            _searched(problem, options, part, own, keep, whole=whole, both=both)
+        searched = [
+            _searched(problem, options, part, initial, keep, whole=whole, both=both)
             for part in parts
-            if not (part and clash(options[i] for i in part))  # no set of it is possible
+            if not (part and clash(options[i] for i in part))  # they exclude each other
         ]
-        best = max(found, key=lambda part: part.rank, default=None)
+        best = max(searched, key=lambda part: part.rank, default=None)
         if best is not None and best.evaluations.tried:
             break
     assert best is not None, "the last part has no technique that could clash"
@@ -233,10 +233,10 @@ def _largest_part(
 
 
 def _searched(
-    problem: Problem, options: Sequence[Options], named: Sequence[int], own: tuple[Technique | None, ...],
+    problem: Problem, options: Sequence[Options], named: Sequence[int], initial: tuple[Technique | None, ...],
     keep: Container[str], *, whole: bool, both: bool,
 ) -> _Searched:  # fmt: skip
-    """Climb over the options that go with what every set has; of groups without a choice these are the `named` ones."""
+    """Climb over the options that are compatible with every set's; groups without a choice keep the `named` options."""
     free = [None in group or _required(group, keep) for group in options]
     part = [group if free[i] or i in named else [None] for i, group in enumerate(options)]
     fixed = [i in named or _required(group, keep) for i, group in enumerate(part)]
@@ -247,7 +247,7 @@ def _searched(
     none = tuple(None if None in group else group[0] for group in part)
     for meshes in by_axes(part):
         for tried in meshes:
-            starts = [tuple(t if t in g else g[0] for t, g in zip(b, tried)) for b in (own, none)[: 1 + both]]
+            starts = [tuple(t if t in g else g[0] for t, g in zip(b, tried)) for b in (initial, none)[: 1 + both]]
             starts += [on_a_mesh(start, tried) for start in starts]
             starts = [made_possible(start, tried, evaluations.possible) for start in starts]
             climb(dict.fromkeys(starts), tried, _claim_the_same, evaluations.score, whole)
@@ -264,43 +264,43 @@ def _searched(
 
 
 def _without_each(
-    problem: Problem, options: Sequence[Options], named: Sequence[int], own: tuple[Technique | None, ...],
+    problem: Problem, options: Sequence[Options], named: Sequence[int], initial: tuple[Technique | None, ...],
     keep: Container[str], best: Candidate,
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """Yield what the fastest set without one of the configured techniques would change, a search each."""
+    """Yield the changes of the fastest set without each configured technique, by one search each."""
     for left in named:
         rest = [i for i in named if i != left]
-        found = _searched(problem, options, rest, own, keep, whole=False, both=True).evaluations
-        other = next(_leading(sorted(found.settings, key=lambda s: s.rank, reverse=True), 1), None)
+        evaluated = _searched(problem, options, rest, initial, keep, whole=False, both=True).evaluations
+        other = next(_leading(sorted(evaluated.settings, key=lambda s: s.rank, reverse=True), 1), None)
         if other is not None and (t := options[left][0]) is not None:
             yield f"without {t.name}", _difference(other, best)
 
 
-def _claim_the_same(one: Technique, other: Technique) -> bool:
-    return bool(one.claims & other.claims)
+def _claim_the_same(first: Technique, second: Technique) -> bool:
+    return bool(first.claims & second.claims)
 
 
 def _unused_precisions(
     settings: Sequence[Candidate], options: Sequence[Options], env: Environment
 ) -> list[tuple[int, Options]]:
-    """Return the owners of the precision by their group, where a GPU's fastest setting multiplies in float32.
+    """Return the techniques of precision by group, if a GPU's fastest setting multiplies in float32.
 
-    A kernel for float32 may be faster than a narrower precision alone, and slower than that with a kernel of its own.
+    A kernel for float32 may beat a narrower precision alone, and lose to that precision with its own kernel.
     """
-    found = [(i, [t for t in g if t is not None and Part.PRECISION in t.claims]) for i, g in enumerate(options)]
+    groups = [(i, [t for t in g if t is not None and Part.PRECISION in t.claims]) for i, g in enumerate(options)]
     used = max(settings, key=lambda s: s.rank).with_ if settings else {}
     wide = env.device.kind == "cuda" and env.dtype == "float32" and bool(used)
-    return [f for f in found if f[1]] if wide and not any(t.name in used for _, group in found for t in group) else []
+    return [f for f in groups if f[1]] if wide and not any(t.name in used for _, group in groups for t in group) else []
 
 
 def _mostly_padding(settings: Sequence[Candidate], env: Environment) -> bool:
-    """Return whether most tokens that the fastest setting computes are padding."""
+    """Return whether most slots that the fastest setting computes are padding."""
     p = max(settings, key=lambda s: s.speed).prediction if settings else None
     return p is not None and 2 * (p.tokens_per_s or math.inf) * (p.step_s or 1.0) < env.rows * env.seq * env.filled
 
 
 def _pinned(group: Options, given: Mapping[str, Mapping[str, Any]], keep: Container[str]) -> Options:
-    """Return only the configured options of a technique that is to be kept."""
+    """Return only the configured options of a kept technique."""
     for t in group:
         if t is not None and t.name in keep:
             return instantiate([type(t)], {t.name: given[t.name]})
@@ -308,7 +308,7 @@ def _pinned(group: Options, given: Mapping[str, Mapping[str, Any]], keep: Contai
 
 
 def _required(group: Options, keep: Container[str]) -> bool:
-    """Return whether every set has one of these: what is kept, and what is trained, which no speed decides."""
+    """Return whether every set has one of these: kept techniques, and those that choose the trained parameters."""
     return all(t is not None and (t.name in keep or Part.TRAINED in t.claims | t.wants) for t in group)
 
 
@@ -320,7 +320,7 @@ def _runs_here(t: Technique, env: Environment) -> bool:
 def _prediction(
     book: Ledger, books: Sequence[Ledger], env: Environment, peak: ledger.Peak, rates: Rates | None
 ) -> Prediction:
-    """Build the prediction of the rank with the most memory, in the time of the slowest of a pipeline's."""
+    """Build the prediction: memory of the rank with the most, time of the slowest rank."""
     tokens = env.micro_rows * env.seq
     count = max(min(2, env.accumulation), math.ceil(env.accumulation * env.filled))
     timed = books if env.filled == 1 else [ledger.with_accumulation(each, count) for each in books]
@@ -328,8 +328,8 @@ def _prediction(
     useful = env.rows * env.seq * cost.filled_share(book) * env.filled
     most = room(env.device)
     parameters, by_kind = _parameters(book)
-    stages = tuple(ledger.peak_memory(one, tokens).bytes for one in books) if len(books) > 1 else ()
-    hosted, host_most = round(max(ledger.hosted_bytes(one, tokens) for one in books)), host_room(env)
+    stages = tuple(ledger.peak_memory(b, tokens).bytes for b in books) if len(books) > 1 else ()
+    hosted, host_most = round(max(ledger.hosted_bytes(b, tokens) for b in books)), host_room(env)
     return Prediction(
         peak_bytes=peak.bytes,
         memory_kind="cuda_allocated" if env.device.kind == "cuda" else "rss",
@@ -360,7 +360,7 @@ def _compile_s(techniques: Iterable[Technique], env: Environment) -> float:
 
 
 def _parameters(book: Ledger) -> tuple[int, dict[str, float]]:
-    """Return the number of parameters, and the average bytes of one by kind."""
+    """Return the number of parameters, and the average bytes per parameter by kind."""
     kinds: dict[str, float] = {}
     for line in book.lines:
         kind = line.name.partition(".")[0]
@@ -379,14 +379,14 @@ class Problem:
 
     hf: HF  # the model's config.json
     env: Environment  # with the ranks and rows of the run, and no techniques
-    padding: float  # share of the slots that hold no token, where a row holds one document
+    padding: float  # share of the slots without a token, with one document per row
     calibration: Calibration | None
     micro_rows: int | None = None  # None: to be chosen
     read: Callable[[HF], ModelShape] = ModelShape.read
-    tokens: float | None = None  # of the whole run, by estimate; None: not known
+    tokens: float | None = None  # of the whole run, estimated; None: unknown
 
     def shape(self, techniques: Iterable[Technique]) -> ModelShape:
-        """Return the sizes of the model as the config stage of the techniques leaves it."""
+        """Return the sizes of the model after the techniques' config stage."""
         editing = [t for t in techniques if type(t).config is not Technique.config]
         hf = copy.deepcopy(dict(self.hf)) if editing else self.hf
         for t in editing:
@@ -422,17 +422,17 @@ def _options(
     options: list[Options] = []
     unmet: list[tuple[str, str]] = []
     for cls in classes:
-        trains = Part.TRAINED in cls.claims | cls.wants and cls.name in configured  # asked for, not chosen for speed
+        trains = Part.TRAINED in cls.claims | cls.wants and cls.name in configured  # requested, not chosen for speed
         if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS and not trains and cls.name not in keep:
             unmet.append((cls.name, "it changes the maths, which are to be kept"))
             continue
         given = configured.get(cls.name)
         variants = [] if given is not None and cls.claims & RANK_PARTS and not cls.searched else list(cls.variants(env))
-        # Configured options that no variant sets stay in each of them; own values of the others are tried too.
+        # Configured options that no variant sets stay in all variants; configured values of the others are tried too.
         kept = {k: v for k, v in (given or {}).items() if not any(k in variant for variant in variants)}
         tried = [*({**variant, **kept} for variant in variants), *([] if given is None else [given])]
         group = dict.fromkeys(instantiate([cls], {cls.name: o})[0] for o in tried)
-        # A technique without variants that the run has is never left out.
+        # A configured technique without variants is never left out.
         options.append([*([None] if variants or given is None else []), *group])
     return options, unmet
 
@@ -441,9 +441,9 @@ class Evaluations:
     """Sets of techniques with their best settings, each evaluated once."""
 
     def __init__(self, problem: Problem, required: Sequence[bool] = ()) -> None:
-        """required: of each group of options, whether one of them is in every set."""
+        """required: for each group of options, whether one of them is in every set."""
         self.problem, self.required = problem, required
-        # By set: its fastest setting; what its smallest needs, where none fits; None: it is not possible.
+        # By set: its fastest setting; its smallest one's needs, if none fits; None: it is not possible.
         self.results = dict[tuple[Technique | None, ...], Candidate | Short | None]()
 
     @property
@@ -457,9 +457,9 @@ class Evaluations:
         return sum(s is not None for s in self.results.values())
 
     def score(self, chosen: tuple[Technique | None, ...]) -> Score | None:
-        """Rank a set: what fits first, by speed and then by memory; what does not fit by memory alone."""
+        """Rank a set: sets that fit come first, by speed and then memory; the others by memory alone."""
         if any(must and t is None for must, t in zip(self.required, chosen)):
-            return None  # a change that went without it, to be possible
+            return None  # a change dropped the required option
         if chosen not in self.results:
             self.results[chosen] = self.evaluate([t for t in chosen if t is not None])
         result = self.results[chosen]
@@ -468,37 +468,37 @@ class Evaluations:
         return None if result is None else (False, -result.score)
 
     def possible(self, chosen: tuple[Technique | None, ...]) -> bool:
-        """Return whether the techniques of a set go together on this hardware, whether or not they fit."""
+        """Return whether the techniques of a set are compatible on this hardware, whether or not they fit."""
         return self.score(chosen) is not None
 
     def evaluate(self, members: Sequence[Technique]) -> Candidate | Short | None:
-        """Return a set with its best micro-batch; what its smallest needs if none fits; None: it is not possible."""
+        """Return a set with its best micro-batch; its smallest one's needs if none fits; None: it is not possible."""
         claimed = [part for t in members for part in t.claims]
         if len(claimed) != len(set(claimed)):
             return None
-        one = self.problem.env
+        base = self.problem.env
         with suppress(NeedsError):
-            one = ledger.replaced(one, axes=mesh_axes(members, one.ranks))
-        # Without an axis that the run has, more ranks read rows of their own.
-        if one.rows % one.data_ranks or (one.rows // one.data_ranks) % (self.problem.micro_rows or 1):
+            base = ledger.replaced(base, axes=mesh_axes(members, base.ranks))
+        # Without one of the run's axes, more ranks read their own rows.
+        if base.rows % base.data_ranks or (base.rows // base.data_ranks) % (self.problem.micro_rows or 1):
             return None
         for micro_rows in dict.fromkeys(
-            (one.micro_rows, one.rows // one.data_ranks)
+            (base.micro_rows, base.rows // base.data_ranks)
         ):  # some need a step of one micro-batch
             with suppress(ConflictError, NeedsError):
-                env = technique.settle(in_order(members), ledger.replaced(one, micro_rows=micro_rows))
+                env = technique.settle(in_order(members), ledger.replaced(base, micro_rows=micro_rows))
                 return choose_rows(members, env, self.problem)
         return None
 
 
 def choose_rows(members: Sequence[Technique], env: Environment, problem: Problem) -> Candidate | Short:
-    """Choose the micro-batch of a set: of those that fit the fastest, of equally fast ones as `fastest_rows` says.
+    """Choose the fastest micro-batch of a set that fits; `fastest_rows` chooses between equally fast ones.
 
     Args:
         env: settled, with any micro-batch.
 
     Returns:
-        it; or, where none fits, what the smallest micro-batch needs.
+        the setting; if none fits, the needs of the smallest micro-batch.
     """
     shape = problem.shape(members)
     most, rows = room(env.device), env.rows // env.data_ranks
@@ -508,7 +508,7 @@ def choose_rows(members: Sequence[Technique], env: Environment, problem: Problem
     books: list[Ledger] = []
     rules: list[ledger.Rule] = []
     lacking = math.inf
-    smallest: tuple[int, list[Ledger]] | None = None  # of the sizes that all techniques take
+    smallest: tuple[int, list[Ledger]] | None = None  # among sizes that all techniques support
     sizes = micro_batch_rows(rows) if problem.micro_rows is None else [problem.micro_rows]
     for size in sizes:
         sized = ledger.replaced(env, micro_rows=size)
@@ -555,16 +555,16 @@ def choose_rows(members: Sequence[Technique], env: Environment, problem: Problem
 
 
 def micro_batch_rows(share: int) -> list[int]:
-    """Return the possible rows of a micro-batch, smallest first, for a rank with `share` rows of a step."""
+    """Return the possible rows per micro-batch, smallest first, for a rank with `share` rows per step."""
     return sorted({2**k for k in range(share.bit_length()) if share % 2**k == 0} | {share})
 
 
 def fastest_rows(fitting: Sequence[tuple[float, int]], filled: Callable[[int], float], device: Device) -> int:
     """Choose from (speed, rows): the fastest that leaves room to spare, and of equally fast ones the largest.
 
-    Each micro-batch costs time that the plan does not see (8B with LoRA: benchmarks/results/h100-answers.jsonl). One
-    without room to spare is taken where it is `WORTH` it, or no other fits. On a CPU, whose memory other programs need
-    and where a peak is less certain, the smallest of the fastest that fill at most `SPARE` of it.
+    Each micro-batch has a cost that the plan does not model (8B with LoRA: benchmarks/results/h100-answers.jsonl). A
+    size without room to spare is chosen if it is faster by `WORTH`, or if no other fits. On a CPU, where other programs
+    need memory and peaks are less certain, the smallest of the fastest that fill at most `SPARE` of it is chosen.
 
     Args:
         filled: `fullness` by rows.
@@ -588,14 +588,14 @@ def _changed(t: Technique) -> dict[str, Any]:
     return {f.name: getattr(t, f.name) for f in fields if getattr(t, f.name) != f.default}
 
 
-# --- what is reported of a search
+# --- reports of a search
 
 
 def _leading(settings: Sequence[Candidate], best: int) -> Iterator[Candidate]:
-    """Yield `best` of the settings, fastest first: of equally fast ones only one.
+    """Yield the `best` settings, fastest first, and only one of several equally fast ones.
 
-    On a GPU the one with the fewest micro-batches that leaves room to spare (`fastest_rows`), and of these one that
-    saves no memory at the cost of work; else the one that needs least memory.
+    On a GPU, that is the one with the fewest micro-batches that leaves room to spare (`fastest_rows`), preferably one
+    that saves no memory at the cost of work; else the one with the least memory.
     """
     left = list(settings)
     for _ in range(best):
@@ -615,7 +615,7 @@ def _preference(s: Candidate) -> tuple[float, ...]:
 def _lost(
     best: Candidate, settings: Sequence[Candidate], part: _Searched, env: Environment
 ) -> Iterator[tuple[str, str]]:
-    """Yield, for each technique that could be added, left out or changed, what it would cost or why it cannot be."""
+    """Yield the cost of each technique that could be added, left out or changed, or why it cannot be."""
     free = [group for group in part.options if None in group or len(group) > 1]  # the others are in every setting
     for t in (t for group in free for t in group if t is not None):
         name, changed = t.name, _changed(t)
@@ -630,23 +630,23 @@ def _lost(
 
 
 def _unusable(t: Technique, env: Environment, always: Sequence[Technique], without: bool) -> str:
-    """Return why no setting has a technique, or why each has: what one of those that all have lacks, else memory."""
+    """Return why no setting has a technique, or why all have it: an unmet requirement of one they share, or memory."""
     members = always if without else (t, *always)
     if not without and (other := next((a for a in always if a.claims & t.claims), None)):
         return f"it takes the place of {other.name}, which is configured"
-    least = frozenset(part for one in members for part in one.claims)
+    least = frozenset(part for member in members for part in member.claims)
     most = frozenset(Part) - t.claims if without else frozenset(Part)
-    need = next(filter(None, (_lacking(one, env, (least, most)) for one in members)), None)
+    need = next(filter(None, (_lacking(member, env, (least, most)) for member in members)), None)
     return "nothing that fits" if need is None else f"{need.asked}; found {need.found}"
 
 
 def _lacking(
     t: Technique, env: Environment, claims: Iterable[frozenset[Part]] = (frozenset(), frozenset(Part))
 ) -> Requirement | None:
-    """Return the first requirement of a technique that is unmet whatever the others are; None: none is.
+    """Return the first requirement of a technique that is unmet with any other techniques; None: there is none.
 
     Args:
-        claims: the fewest parts that the set may own, and the most.
+        claims: the fewest and the most parts that the set can own.
     """
     unmet = [[n for n in t.needs(dataclasses.replace(env, claimed=owned)) if not n.met] for owned in claims]
     fewest: list[Requirement] = min(unmet, key=len)

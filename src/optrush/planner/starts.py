@@ -1,4 +1,4 @@
-"""Where a search begins to climb, and over which axes of ranks. Pure."""
+"""Choose the starts of a search, and the axes of ranks that it climbs over. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 from optrush.technique import SAME_ROWS, Part, Technique
 
-Options: TypeAlias = Sequence[Technique | None]  # of one technique; None: without it
-Chosen: TypeAlias = tuple[Technique | None, ...]  # one of each
+Options: TypeAlias = Sequence[Technique | None]  # options of one technique; None: without it
+Chosen: TypeAlias = tuple[Technique | None, ...]  # one option per group
 
 
 def by_axes(options: list[Options]) -> Iterator[list[list[Options]]]:
-    """Yield the options without ranks that share rows, then with one axis of these at a time, then with all of them."""
+    """Yield the options without axes that share rows, then with one such axis at a time, then with all of them."""
 
     def only(*kept: int) -> list[Options]:
         return [[None] if i in sharing and i not in kept else group for i, group in enumerate(options)]
@@ -26,10 +26,10 @@ def by_axes(options: list[Options]) -> Iterator[list[list[Options]]]:
 
 
 def on_a_mesh(start: Chosen, options: list[Options]) -> Chosen:
-    """Return a beginning with the first technique that divides the run over each axis, where it has none.
+    """Return a start completed with the first technique that divides the run over each axis.
 
-    Ranks that share rows need an owner of the data axis too: two changes, which gain only together. Of those the one
-    that cuts the model: this is where memory is short.
+    Ranks that share rows need an owner of the data axis too: two changes that gain only together. The owner chosen is
+    the one that shards the model, because memory is short in such runs.
     """
     data = [i for i, group in enumerate(options) if any(t and Part.DATA in t.claims and t.shards for t in group)]
     taken = any(t is not None and Part.DATA in t.claims for t in start)
@@ -39,9 +39,9 @@ def on_a_mesh(start: Chosen, options: list[Options]) -> Chosen:
 
 
 def made_possible(start: Chosen, options: list[Options], possible: Callable[[Chosen], bool]) -> Chosen:
-    """Return a beginning with up to three techniques more, if it is not possible and no single one makes it so.
+    """Return a start with up to three more techniques, if it is not possible and no single one makes it so.
 
-    Products in 8 bits over several ranks need a precision, a compiler and an owner of the data axis.
+    8-bit matmuls over several ranks need a precision, a compiler and an owner of the data axis.
     """
     first = [(i, t) for i, group in enumerate(options) if start[i] is None and (t := next(filter(None, group), None))]
 
@@ -49,22 +49,22 @@ def made_possible(start: Chosen, options: list[Options], possible: Callable[[Cho
         chosen = dict(more)
         return tuple(chosen.get(i, t) for i, t in enumerate(start))
 
-    if possible(start) or any(possible(put([one])) for one in first):
+    if possible(start) or any(possible(put([option])) for option in first):
         return start
     return next(filter(possible, (put(more) for n in (2, 3) for more in combinations(first, n))), start)
 
 
 def with_all(start: Chosen, options: list[Options], possible: Callable[[Chosen], bool]) -> Chosen:
-    """Return a beginning with a technique of every group that goes with those before it.
+    """Return a start with a technique of every group that is compatible with those before it.
 
-    Some gain only together: whole scores of long rows hide that packing them would pay.
+    Some gain only together: with whole scores of long rows, packing seems not to pay.
     """
     here = start
     for place, group in [*enumerate(options)] * 2:  # several ranks need an owner first
         for t in group if here[place] is None else ():
-            there: Chosen = (*here[:place], t, *here[place + 1 :])
-            if t is not None and not clash([[o] for o in there if o]) and possible(there):
-                here = there
+            fuller: Chosen = (*here[:place], t, *here[place + 1 :])
+            if t is not None and not clash([[o] for o in fuller if o]) and possible(fuller):
+                here = fuller
                 break
     return here
 
@@ -76,5 +76,5 @@ def clash(groups: Iterable[Options]) -> bool:
 
 
 def shares_rows(t: Technique) -> bool:
-    """Return whether a technique divides the ranks over an axis along which they share rows."""
+    """Return whether a technique divides the ranks over an axis that shares rows."""
     return any(axis in SAME_ROWS for axis in t.axes())

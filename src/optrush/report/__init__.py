@@ -1,1 +1,1 @@
-"""Pages and pictures of what was measured: a ladder, a run, data. One file each that fetches nothing."""
+"""Pages and charts of measurements: a ladder, a run, data. Each page is one file without network requests."""

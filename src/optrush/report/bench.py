@@ -1,8 +1,7 @@
 """Write the pages of ladders and runs, and their charts: report.html; speed.png, memory.png; loss.png.
 
-A page is drawn from the folder's records alone, so it can be written again at any time. Everything is made before
-anything is written. A record may come from another machine or an older version; figures that are missing or no numbers
-become None.
+A page depends only on the folder's records, so it can be rewritten at any time. Everything is computed before anything
+is written. A record can come from another machine or an older version; missing or invalid figures become None.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ KINDS = {
     "cuda_allocated": "the most that torch had allocated on the GPU",
     "rss": "the most that the process held resident",
 }
-PEAK_BAND = 10.0  # percent: the error that a prediction of the peak may have, shaded in the chart
+PEAK_BAND = 10.0  # percent: allowed error of a predicted peak, shaded in the chart
 
 
 def write_bench(folder: Path) -> None:
     """Write report.html, speed.png and memory.png of a bench folder from its records.jsonl.
 
     Raises:
-        DataError: there are no records, or a line is not a record; nothing was written.
+        DataError: no records, or a line that is not a record; nothing was written.
     """
     if record.is_quality(folder):
         return write_quality(folder)
@@ -58,11 +57,10 @@ def write_run(folder: Path, ranks: int | None = None) -> None:
     """Write report.html and loss.png of a training run's folder from its run.yaml and metrics.jsonl.
 
     Args:
-        ranks: of the run; None: unknown, and a run of several ranks has no prediction.
+        ranks: number of ranks; None: unknown, and a run of several ranks has no prediction.
 
     Raises:
-        UserError: run.yaml cannot be read, or a line of metrics.jsonl before the last is no metrics; nothing was
-            written.
+        UserError: run.yaml cannot be read, or a line of metrics.jsonl before the last is invalid; nothing was written.
     """
     log = run.load_run(folder)
     text = page.render("run.html.j2", **run.page_content(log, ranks))
@@ -72,7 +70,7 @@ def write_run(folder: Path, ranks: int | None = None) -> None:
 
 
 def write_many(folders: Sequence[Path], out: Path) -> None:
-    """Write one page with the ladders of several folders side by side, and a row for each training run.
+    """Write one page with the ladders of several folders side by side, and one row per training run.
 
     Raises:
         UserError: a folder is neither a ladder's nor a run's, or cannot be read; nothing was written.
@@ -107,14 +105,14 @@ def folder_kind(folder: Path) -> str:
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     try:
-        found = [dataclasses.asdict(r) for r in record.read_records(folder)]
+        records = [dataclasses.asdict(r) for r in record.read_records(folder)]
     except UnicodeDecodeError as error:
         path = folder / record.RECORDS
         place = read_file(path)[: error.start].count(b"\n") + 1
         raise DataError(f"{path}:{place}", "not UTF-8", "restore the file, or measure again") from None
-    if not found:
+    if not records:
         raise DataError(f"the records of {folder}", "the file is empty", "measure again: optrush bench")
-    return found
+    return records
 
 
 # --- a ladder as rungs: safe figures, and comparisons between rungs
@@ -125,10 +123,10 @@ class RungResult:
     """One record of a ladder.
 
     Attributes:
-        key: the name, with the system's name if another system was measured.
-        factor, peak_factor: tokens/s and peak, as multiples of the rung compared with.
-        scaling, predicted_scaling: tokens/s as a share of as many times one rank's; None on one rank.
-        longest: tokens of the longest row that trained; `open` if no longer one was tried.
+        key: the name, with the system's name for another system.
+        factor, peak_factor: tokens/s and peak, as multiples of the reference rung's.
+        scaling, predicted_scaling: scaling efficiency, tokens/s over `ranks` times one rank's; None on one rank.
+        longest: tokens of the longest row that trained; `open` if no longer row was tried.
     """
 
     key: str
@@ -181,7 +179,7 @@ class RungResult:
 
     @property
     def word(self) -> str:
-        """Return the verdict as a word; the color alone must not carry it."""
+        """Return the verdict as a word, because a color alone does not suffice."""
         return {"base": self.verdict or "baseline", "peer": "other system"}.get(self.kind, self.kind)
 
     @property
@@ -208,18 +206,18 @@ class RungResult:
 
 
 def _latest(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Mapping[str, Any]]:
-    """Return the records by place; of a rung measured again the later one counts, in the place of the first."""
+    """Return the records by place; a later record of the same rung replaces the first, in its place."""
     return {tuple(page.safe_text(r.get(k)) for k in ("case", "device", "mode", "rung", "peer")): r for r in records}
 
 
 def read_rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[RungResult], int]:
-    """Return the rungs, each compared with the one it names, and how many records a later one of that rung replaced."""
-    found = {place: _rung(row) for place, row in _latest(records).items()}
-    # A rung may name a case of its own, and still be compared with a rung of another case.
-    elsewhere = {(p[1], r.name): r for p, r in found.items() if r.mode == "cumulative" and not r.peer}
+    """Return the rungs, each compared with its reference rung, and the number of replaced records."""
+    rungs = {place: _rung(row) for place, row in _latest(records).items()}
+    # A rung with its own case can still be compared with a rung of another case.
+    elsewhere = {(p[1], r.name): r for p, r in rungs.items() if r.mode == "cumulative" and not r.peer}
     compared: list[RungResult] = []
-    for place, rung in found.items():
-        base = found.get((*place[:2], "cumulative", rung.since, "")) or elsewhere.get((place[1], rung.since))
+    for place, rung in rungs.items():
+        base = rungs.get((*place[:2], "cumulative", rung.since, "")) or elsewhere.get((place[1], rung.since))
         if base is not None and base is not rung:
             factor, peak_factor = page.ratio(rung.speed, base.speed), page.ratio(rung.peak, base.peak)
             rung = dataclasses.replace(rung, factor=factor, peak_factor=peak_factor, since_speed=base.speed)
@@ -229,7 +227,7 @@ def read_rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[RungResult], 
             measured, planned = (None if share is None else share / rung.ranks for share in shares)
             rung = dataclasses.replace(rung, scaling=measured, predicted_scaling=planned)
         compared.append(rung)
-    return compared, len(records) - len(found)
+    return compared, len(records) - len(rungs)
 
 
 def _rung(record: Mapping[str, Any]) -> RungResult:
@@ -239,7 +237,7 @@ def _rung(record: Mapping[str, Any]) -> RungResult:
     low, high = quartiles if len(quartiles) == 2 else (None, None)
     name, peer = page.safe_text(get("rung")) or "unnamed", page.safe_text(get("peer"))
     error = page.safe_text(get("error"), lines=True)
-    measured = page.positive(get("tokens_per_s")) if not error else None  # a failed rung has no figure to compare
+    measured = page.positive(get("tokens_per_s")) if not error else None  # a failed rung has no comparable figure
     reasons = get("red")
     texts: dict[str, Any] = {
         key: page.safe_text(get(key)) for key in ("since", "changes", "memory_kind", "basis", "verdict", "case")
@@ -278,17 +276,17 @@ def _proof(proof: object) -> str:
 
 
 def ladder_summary(shown: Sequence[RungResult]) -> str:
-    """Return the ladder in one paragraph: first and last figures, counts of rungs, red and failed ones."""
-    own = [r for r in shown if not r.peer]
-    cumulative = [r for r in own if r.mode == "cumulative" and not r.failed]
-    rungs = page.amount(sum(r.mode == "cumulative" for r in own), "rung")
+    """Return the ladder in one paragraph: first and last figures, counts of all, red and failed rungs."""
+    ours = [r for r in shown if not r.peer]
+    cumulative = [r for r in ours if r.mode == "cumulative" and not r.failed]
+    rungs = page.amount(sum(r.mode == "cumulative" for r in ours), "rung")
     others = {
-        "failed": sum(r.failed for r in own),
-        "within the noise": sum(r.kind == "noise" for r in own),
-        "measured without one technique": sum(r.mode != "cumulative" for r in own),
+        "failed": sum(r.failed for r in ours),
+        "within the noise": sum(r.kind == "noise" for r in ours),
+        "measured without one technique": sum(r.mode != "cumulative" for r in ours),
         "of other systems failed": sum(r.failed for r in shown if r.peer),
     }
-    red = f"{sum(_is_red(r) and not r.failed for r in own)} red"
+    red = f"{sum(_is_red(r) and not r.failed for r in ours)} red"
     tally = ", ".join([rungs, red, *(f"{n} {what}" for what, n in others.items() if n)])
     if not cumulative:
         return f"No rung of the ladder has a figure; {tally}."
@@ -319,7 +317,7 @@ def troubled(shown: Iterable[RungResult]) -> list[RungResult]:
 
 
 def prediction_summary(shown: Sequence[RungResult]) -> str:
-    """Return the errors of the predictions in words, in the median and at worst."""
+    """Return the median and largest errors of the predictions in words."""
     sentences = []
     for what, value in (("Peak memory", "peak_off"), ("Speed", "speed_off")):
         errors = [(abs(e), r.key) for r in shown if (e := getattr(r, value)) is not None]
@@ -337,7 +335,7 @@ def prediction_summary(shown: Sequence[RungResult]) -> str:
 
 
 def loss_summary(shown: Sequence[RungResult]) -> str:
-    """Return the largest difference between any two rungs at one proof step in words."""
+    """Return the largest difference between two rungs at one proof step in words."""
     steps = max((len(r.losses) for r in shown), default=0)
     widest: tuple[float, int, str, str] | None = None
     for step in range(steps):
@@ -361,7 +359,7 @@ def loss_summary(shown: Sequence[RungResult]) -> str:
 
 @dataclass(frozen=True)
 class Versus:
-    """Another system's rung and ours, measured in turn on the same load; ratios above 1 are in our favour."""
+    """Another system's rung and ours, measured alternately on the same load; ratios above 1 are in our favor."""
 
     case: str
     ours: RungResult
@@ -374,7 +372,7 @@ class Versus:
 
     @property
     def learns_faster(self) -> float | None:
-        """Return our target tokens/s over theirs, the figure that counts if rows hold padding or masked tokens."""
+        """Return our target tokens/s over theirs, the relevant ratio for rows with padding or masked tokens."""
         return page.ratio(self.ours.targets, self.theirs.targets)
 
     @property
@@ -384,18 +382,18 @@ class Versus:
 
 
 def versus(shown: Sequence[RungResult]) -> list[Versus]:
-    """Return each rung of another system that has figures, with the rung of ours that it names."""
+    """Return each rung of another system with figures, and its reference rung of ours."""
     ours = {r.name: r for r in shown if not r.peer and r.mode == "cumulative"}
     pairs = [(r, ours.get(r.since)) for r in shown if r.peer and not r.failed]
-    return [Versus(r.case, own, r) for r, own in pairs if own is not None and not own.failed]
+    return [Versus(r.case, mine, r) for r, mine in pairs if mine is not None and not mine.failed]
 
 
 def versus_summary(pairs: Sequence[Versus]) -> str:
-    """Return the least ratio of each case in a sentence."""
+    """Return the smallest ratio of each case in a sentence."""
     least: dict[str, Versus] = {}
     for pair in pairs:
         if pair.faster is None or pair.theirs.red or pair.ours.red:
-            continue  # not the same work, or work that is wrong
+            continue  # different or wrong work
         if pair.case not in least or pair.faster < (least[pair.case].faster or 0):
             least[pair.case] = pair
     ratios = [f"{case}: ×{pair.faster:.2f} the tokens/s of “{pair.theirs.name}”" for case, pair in least.items()]
@@ -408,8 +406,8 @@ def versus_summary(pairs: Sequence[Versus]) -> str:
 def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title: str, replaced: int) -> dict[str, Any]:
     cumulative = [r for r in shown if r.mode == "cumulative"]
     without = [r for r in shown if r.mode != "cumulative"]
-    own, ours = ([r for r in some if not r.peer] for some in (shown, cumulative))
-    drawn = [r for r in own if any(x is not None for x in r.losses)]
+    native, ours = ([r for r in some if not r.peer] for some in (shown, cumulative))
+    drawn = [r for r in native if any(x is not None for x in r.losses)]
     kinds = sorted({r.memory_kind for r in shown if r.memory_kind})
     dates = sorted({page.safe_text(r["date"])[:10] for r in records if r["date"]})
     return {
@@ -428,8 +426,8 @@ def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title:
         "memory_chart": page.bars_svg("Peak memory of each rung", _rows(cumulative, _memory_bar)),
         "scaling_chart": scaling_chart([r for r in shown if r.ranks > 1]),
         "gains_chart": page.bars_svg("Gain of each rung", _rows(ours, _gain_bar), log=True),
-        "predicted_said": prediction_summary(own),
-        "predicted_charts": _predicted_charts(own),
+        "predicted_said": prediction_summary(native),
+        "predicted_charts": _predicted_charts(native),
         "roof": roofline_section(records),
         "without": without,
         "without_chart": page.bars_svg(LOST, _rows(without, _without_bar), unit=" %"),
@@ -468,22 +466,22 @@ def _source(source: object) -> str:
 
 
 def environment(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return what the records were measured with; where they differ, every value."""
-    found: dict[str, dict[str, None]] = {}
+    """Return the machines and versions of the records, with every distinct value."""
+    facts: dict[str, dict[str, None]] = {}
     for r in records:
         if isinstance(r["environment"], Mapping):
             for key, value in r["environment"].items():
-                found.setdefault(page.safe_text(key), {})[page.safe_text(value)] = None
-    return {key: "  |  ".join(values) for key, values in found.items()}
+                facts.setdefault(page.safe_text(key), {})[page.safe_text(value)] = None
+    return {key: "  |  ".join(values) for key, values in facts.items()}
 
 
-# One bar for each rung. The verdict is mostly of the speed; next to memory its color would be misread.
+# One bar per rung. The verdict is mostly on speed; next to memory its color would be misleading.
 
 LOST = "What the full configuration loses without one technique"
 
 
 def _rows(shown: Iterable[RungResult], bar: Callable[[RungResult], page.BarRow]) -> list[page.BarRow]:
-    """Return the bar of each rung; a failed one has an empty bar and its reason."""
+    """Return the bar of each rung; a failed rung has an empty bar and its reason."""
     return [
         page.BarRow(r.key, f"failed: {page.cut_text(r.first_words, 60)}", failed=True) if r.failed else bar(r)
         for r in shown
@@ -534,7 +532,7 @@ def _scaling_bar(r: RungResult) -> page.BarRow:
 
 
 def scaling_chart(shown: Sequence[RungResult]) -> Markup | None:
-    """Return the chart of the shares of ideal scaling; None where no rung has one."""
+    """Return the chart of scaling efficiency; None without such figures."""
     rows = _rows(shown, _scaling_bar)
     return (
         page.bars_svg("Share of ideal scaling of each rung", rows, unit=" %") if any(r.scaling for r in shown) else None
@@ -542,7 +540,7 @@ def scaling_chart(shown: Sequence[RungResult]) -> Markup | None:
 
 
 def _predicted_charts(shown: Sequence[RungResult]) -> list[tuple[str, Markup]]:
-    """Return the charts of peak and speed; a rung without a prediction has a text and no bar."""
+    """Return the charts of peak and speed; a rung without a prediction has text in place of a bar."""
     peaks = [(r.peak_off, f"{page.gib(r.predicted_peak)}/{page.gib(r.peak)}") for r in shown]
     speeds = [(r.speed_off, f"{page.speed(r.predicted_speed)}/{page.speed(r.speed)}") for r in shown]
     drawn = []
@@ -571,7 +569,7 @@ def _losses_chart(shown: Sequence[RungResult]) -> Markup:
 
 
 def _many(benches: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> dict[str, Any]:
-    machines: list[dict[str, Any]] = []  # one ladder of one folder each; its letter has a color in the charts
+    machines: list[dict[str, Any]] = []  # one per ladder and folder; its letter has a color in the charts
     for folder, records in benches:
         for ladder in dict.fromkeys(page.safe_text(r["ladder"]) for r in records):
             here = [r for r in records if page.safe_text(r["ladder"]) == ladder]
@@ -608,22 +606,22 @@ def _side_by_side(ladder: str, names: Sequence[str], machines: Sequence[Mapping[
 
 # --- A step against its device's ceiling
 #
-# The ceiling is computed: the work that the plan counts for the rung, at the rates that the device reaches with that
-# kind of work alone (`optrush calibrate`) or, without them, at the rates of its datasheet. Each part of a profiled rung
-# is compared with it; of other rungs the whole step, and the rest of the step is work below its ceiling, work that the
-# plan does not count, and gaps.
+# The ceiling is computed: the rung's planned work at the rates that the device reaches with each kind of work alone
+# (`optrush calibrate`), or without them at the rates of its datasheet. For a profiled rung each part is compared with
+# it; for other rungs the whole step, where the remainder is work below its ceiling, work that the plan does not count,
+# and gaps.
 
 
-LEFT, GAPS = "remainder", "gaps"  # gaps: the device had nothing to do
-NEAR = 1.1  # times: profiled steps that differ more from the timed ones do not represent them
+LEFT, GAPS = "remainder", "gaps"  # gaps: the device was idle
+NEAR = 1.1  # ratio above which profiled steps do not represent the timed ones
 
 
 @dataclass(frozen=True)
 class Roof:
-    """One rung: seconds of its step, of each part at the ceiling and, if it was profiled, of each part as measured.
+    """One rung: seconds of its step, of each part at the ceiling and, if it was profiled, of each measured part.
 
     Attributes:
-        took: gaps included; None if the rung was not profiled.
+        took: measured seconds by part, with gaps; None if the rung was not profiled.
         note: why it was not profiled.
     """
 
@@ -645,7 +643,7 @@ class Roof:
 
     @property
     def reached(self) -> float:
-        """Return how fast the step is in percent of the ceiling."""
+        """Return the speed of the step in percent of the ceiling."""
         return 100 * self.total_s / self.step_s
 
     def share(self, part: str) -> float:
@@ -669,25 +667,25 @@ class Roof:
 
     @property
     def scored(self) -> bool:
-        """Return whether attention ran without a kernel, as products and elementwise operators."""
+        """Return whether attention ran without a kernel, as matmuls and elementwise operators."""
         return self.took is not None and self.took["attention"] == 0 < self.parts["attention"]
 
     def part_reached(self, part: str) -> float | None:
-        """Return how fast a part is in percent of its ceiling; None if that is unknown."""
+        """Return the speed of a part in percent of its ceiling; None if the ceiling is unknown."""
         took, least = (self.took or {}).get(part), self.parts.get(part)
         mixed = self.scored and part in ("products", "attention", "elementwise")
         return 100 * least / took if took and least and not mixed and self.apart is None else None
 
 
 def roofs(records: Sequence[Mapping[str, Any]]) -> list[Roof]:
-    """Return the roofs of all rungs with steps and a ceiling; of a rung measured twice the later record counts."""
+    """Return the roofs of all rungs with steps and a ceiling; a later record of the same rung counts."""
     return [roof for record in _latest(records).values() if (roof := _roof(record)) is not None]
 
 
 def _roof(record: Mapping[str, Any]) -> Roof | None:
     given, repeats = record.get("ceiling_s"), record.get("step_s")
     repeats = repeats if isinstance(repeats, list) else []
-    steps = [s for own in repeats if isinstance(own, list) for s in page.numbers(own)]
+    steps = [s for times in repeats if isinstance(times, list) for s in page.numbers(times)]
     durations = [s for s in map(page.positive, steps) if s is not None]
     if record.get("error") or not durations or not isinstance(given, Mapping):
         return None
@@ -699,8 +697,8 @@ def _roof(record: Mapping[str, Any]) -> Roof | None:
     took = {part: s for part, s in read.items() if s is not None and s >= 0}
     name = page.safe_text(record.get("rung")) or "unnamed"
     step_s, note = statistics.median(durations), page.safe_text(record.get("parts_note"))
-    whole = len(took) == len(PARTS) + 1 and any(took.values())
-    return Roof(name, page.safe_text(record.get("basis")), step_s, parts, took if whole else None, note)
+    complete = len(took) == len(PARTS) + 1 and any(took.values())
+    return Roof(name, page.safe_text(record.get("basis")), step_s, parts, took if complete else None, note)
 
 
 def roofline_section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -727,10 +725,10 @@ def roofline_section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | N
 
 
 def _parts_chart(shown: Sequence[Roof], profiled: bool) -> Markup:
-    """Draw a bar a rung, made of its parts in percent of the step.
+    """Draw one bar per rung, divided into its parts in percent of the step.
 
-    Without a profile the parts are those at the ceiling, then the rest. With one they are as measured: what goes beyond
-    a known ceiling is pale, then the gaps.
+    Without a profile, the bar has the parts at the ceiling, then the remainder. With a profile, it has the measured
+    parts, pale beyond a known ceiling, then the gaps.
     """
     rows, descriptions = [], []
     for roof in (r for r in shown if r.took or not profiled):

@@ -1,4 +1,4 @@
-"""Write data.html, the samples of `data show` with their lengths and fills, and cleaning.html, a cleaning's record."""
+"""Write data.html (the samples of `data show`, their lengths and fills) and cleaning.html (a cleaning's record)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_data_page(facts: Mapping[str, Any], folder: Path) -> Path:
     """Write data.html and return its path.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be created.
     """
     text = data_page(facts)
     try:
@@ -37,7 +37,7 @@ def data_page(facts: Mapping[str, Any]) -> str:
     """Return data.html as text.
 
     Args:
-        facts: as `data show` collects them: lengths, fills, and samples or rows.
+        facts: from `data show`: lengths, fills, and samples or rows.
     """
 
     rows = [BarRow(f["name"], f"{f['fill']:.2%}", ((0, 100 * f["fill"], "faster" if f["chosen"] else "base"),))
@@ -48,11 +48,11 @@ def data_page(facts: Mapping[str, Any]) -> str:
 
 
 def lengths_histogram(lengths: Mapping[str, Any], T: int) -> Markup:
-    """Draw how many samples have which length, with a line at T; longer ones have another color."""
+    """Draw the histogram of sample lengths, with a line at T; longer samples have another color."""
     edges, counts = lengths["histogram"]["edges"], lengths["histogram"]["counts"]
     layers = [("base", [n if low <= T else 0 for n, low in zip(counts, edges)]),
               ("slower", [n if low > T else 0 for n, low in zip(counts, edges)])]  # fmt: skip
-    # A sample of T tokens is left of the line; without a longer or a shorter one there is no line.
+    # A sample of T tokens is left of the line; without longer or without shorter samples there is no line.
     marks = [(T + 1.0, f"T = {T:,}")] if edges[0] < T + 1 < edges[-1] else []
     each = (f"{low:,} to {high - 1:,} tokens: {n:,}" for low, high, n in zip(edges, edges[1:], counts))
     description = (
@@ -76,7 +76,7 @@ def cleaning_page(record: Mapping[str, Any]) -> str:
 
 
 def _waterfall(record: Mapping[str, Any]) -> Markup:
-    """Draw the rows left after each filter, and next to them what the filter removed."""
+    """Draw the remaining rows after each filter, and next to them the removed ones."""
     total, left = record["rows"], record["rows"] - record["bad"]["rows"]
     filters = [("rows", total, 0)] + ([("bad rows", left, total - left)] if left < total else [])
     filters += [(safe_text(f["label"]), f["left"], f["taken"]) for f in record["filters"]]

@@ -1,12 +1,12 @@
 """Format the text and figures of reports, draw their charts, and render their pages.
 
-A record may come from another machine or an older version. A figure that is missing or no finite number becomes None
-and is shown as a dash; control characters and halves of surrogate pairs are replaced before text reaches a page.
+A record can come from another machine or an older version. A missing or non-finite figure becomes None and is shown as
+a dash; control characters and halves of surrogate pairs are replaced before text reaches a page.
 
 Charts are drawn with matplotlib: as inline SVG that follows light and dark mode, or as PNG. Each function returns a
 figure; `inline_svg` and `png` save it. In SVG the colors of LIGHT become the variables of the page's style sheet, text
 stays text, and the same figure gives the same bytes. Every color has a word or a hatching next to it, and the colors
-are those of Okabe and Ito, which differ for color-blind readers too.
+are those of Okabe and Ito, which color-blind readers can distinguish.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def safe_text(value: object, *, lines: bool = False) -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text of the data: control characters, and those that change the direction of writing, are escaped."""
+    """Return text from data with escaped control and direction characters."""
     from optrush.data.preview import visible
 
     return "".join(visible(c, marks="") for c in text)
 
 
 def cut_text(text: str, width: int) -> str:
-    """Return the beginning of a text that is wider than `width` letters; a wide character counts as two."""
+    """Shorten a text to `width` letters; a wide character counts as two."""
     used = 0
     for i, letter in enumerate(text):
         used += 2 if unicodedata.east_asian_width(letter) in "WF" else 1
@@ -129,13 +129,13 @@ def percent(value: float | None, *, signed: bool = False) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Format seconds in ms: 1.2345 as 1,234.5 ms, less than 10 ms with three digits."""
+    """Format seconds in ms: 1.2345 as 1,234.5 ms, below 10 ms with three digits."""
     value = 1e3 * seconds
     return (f"{value:,.1f}" if abs(value) >= 10 else f"{value:.3g}").replace("-", "−") + " ms"
 
 
 def short(value: float) -> str:
-    """Format the tick of an axis with as few digits as it needs."""
+    """Format the tick of an axis with the fewest digits."""
     if value and (abs(value) < 1e-3 or abs(value) >= 1e7):
         return f"{value:.2g}".replace("-", "−")
     return f"{value:,.6f}".rstrip("0").rstrip(".").replace("-", "−")
@@ -147,7 +147,7 @@ def amount(count: int, one: str, many: str = "") -> str:
 
 
 def render(template: str, **content: Any) -> str:
-    """Return a page as text: one of the templates of this folder, everything on it escaped.
+    """Return a page as text, from a template of this folder with all values escaped.
 
     The page's content security policy allows no script and no request.
     """
@@ -168,10 +168,10 @@ def render(template: str, **content: Any) -> str:
 # --- charts
 
 SERIES, DASHES = 7, ("-", "--", ":", "-.")  # colors and strokes of curves
-WIDE, NARROW = 640, 300  # points: a picture, and a chart on a phone's page, which is stretched on a wider one
-SHOWN = 1.1  # CSS pixels of a point on a page
-SIDE, ROW, LINE = 10, 38, 15  # points: the margins, a row of bars with its name, a further line of that
-LETTER = 6.8  # points: the average width of a letter of the texts
+WIDE, NARROW = 640, 300  # points: a PNG, and a chart on a phone's page, which is stretched on wider pages
+SHOWN = 1.1  # CSS pixels per point on a page
+SIDE, ROW, LINE = 10, 38, 15  # points: the margins, a bar with its name, a further line of the name
+LETTER = 6.8  # points: the average width of a letter
 SMALL, NORMAL = 10.5, 11.5  # points: the font of ticks, and of all other text
 
 Points = Sequence[tuple[float, float | None]]
@@ -182,11 +182,11 @@ class BarRow:
     """One row of a bar chart.
 
     Attributes:
-        text: is written to the right of the bar.
-        pieces: (begin, end, kind) of each piece; a kind is a color of LIGHT, with " pale" the pale one.
+        text: text to the right of the bar.
+        pieces: (begin, end, kind) of each piece; a kind is a color of LIGHT, pale with " pale".
         low, high: the ends of a whisker.
         predicted: the place of a tick.
-        failed: an empty hatched bar takes the place of the pieces.
+        failed: an empty hatched bar replaces the pieces.
     """
 
     name: str
@@ -208,7 +208,7 @@ class Series:
 
 
 def bars_svg(title: str, rows: Sequence[BarRow], **options: Any) -> Markup:
-    """Return `bars` as inline SVG, with the rows in words for screen readers."""
+    """Return `bars` as inline SVG, with the rows as text for screen readers."""
     return inline_svg(bars(rows, **options), title, "; ".join(f"{r.name}: {r.text}" for r in rows))
 
 
@@ -222,13 +222,13 @@ def bars(
     band: float | None = None,
     width: float = NARROW,
 ) -> Figure:
-    """Draw horizontal bars, each under its name; a text that is too long for the place right of it is under the name.
+    """Draw horizontal bars, each under its name; a text too long for the space right of its bar goes below the name.
 
     Args:
         title, axis: above and below the chart.
         unit: of the ticks.
-        log: the axis is logarithmic, so that equal factors have equal lengths; every value must be above zero.
-        band: shades the values of at most this size.
+        log: use a logarithmic axis, with equal lengths for equal factors; every value must be above zero.
+        band: shade values up to this size.
     """
     values = [x for r in rows for x in (*(p for a, b, _ in r.pieces for p in (a, b)), r.low, r.high, r.predicted)
               if x is not None and (x > 0 or not log)]  # fmt: skip
@@ -240,10 +240,10 @@ def bars(
         low, high = low - 0.04 * (high - low) * (low < 0), high if high > low else low + 1
 
     def place(value: float) -> float:
-        """Return how far right of `low` a value is."""
+        """Return the distance of a value from `low`."""
         return math.log(value / low) if log else value - low
 
-    ends = []  # of each row, where its text begins
+    ends = []  # per row, the beginning of its text
     for r in rows:
         marks = [x for x in (r.high, r.predicted) if x is not None]
         ends.append(max([low if log else 0.0, *(max(a, b) for a, b, _ in r.pieces), *marks]))
@@ -254,11 +254,11 @@ def bars(
         name += [] if fits else [(line, "normal") for line in textwrap.wrap(r.text, letters)]
     rooms = [(8 + LETTER * len(r.text) * fits) / (width - 2 * SIDE) for r, fits in zip(rows, beside)]
     reach = max([place(high) / 0.95, *(place(end) / (1 - room) for end, room in zip(ends, rooms))])
-    stub = 0.12 * reach  # of a failed row
+    stub = 0.12 * reach  # length of a failed row's bar
     tops = [0.0, *itertools.accumulate(ROW + LINE * (max(1, len(name)) - 1) for name in names)]
-    whole = max(ROW, tops[-1])
-    figure, axes = _figure(whole, width=width, bottom=40 if axis else 24, title=title)
-    axes.set(xlim=(low, low * math.exp(reach) if log else low + reach), ylim=(whole, 0))
+    height = max(ROW, tops[-1])
+    figure, axes = _figure(height, width=width, bottom=40 if axis else 24, title=title)
+    axes.set(xlim=(low, low * math.exp(reach) if log else low + reach), ylim=(height, 0))
     if log:
         axes.set_xscale("log")
     if band is not None:
@@ -269,7 +269,7 @@ def bars(
         if row.failed:
             end = low * math.exp(stub) if log else low + stub
             axes.barh(y, end - low, 0.4 * ROW, left=low, facecolor="none", edgecolor=LIGHT["red"], hatch="////")
-        # Names begin at the chart's edge, texts right of the bars.
+        # Names start at the chart's edge, texts right of the bars.
         for i, (text, weight) in enumerate(name):
             at = (0, top + 0.34 * ROW + LINE * i)
             _text(axes, cut_text(text, letters), at, axes.get_yaxis_transform(), weight=weight)
@@ -308,7 +308,7 @@ def curves(
         title, axis: above and below the chart.
         unit: of the y axis.
         height: of the plot in points.
-        zero: the y axis begins at zero.
+        zero: start the y axis at zero.
     """
     drawn = [s for s in series if any(y is not None for _, y in s.points)]
     names = len(series) if len(series) > 1 else 0
@@ -317,13 +317,13 @@ def curves(
     bottom = (40 if axis else 24) + legend
     figure, axes = _figure(height, width=width, left=62 if unit else 54, bottom=bottom, title=title)
     handles = []
-    for i, one in enumerate(series):
-        xs = [x for x, _ in one.points]
-        ys = [math.nan if y is None else y for _, y in one.points]
+    for i, curve in enumerate(series):
+        xs = [x for x, _ in curve.points]
+        ys = [math.nan if y is None else y for _, y in curve.points]
         style: dict[str, Any] = {"color": LIGHT[f"s{i % SERIES}"], "linestyle": DASHES[i // SERIES % len(DASHES)]}
         (line,) = axes.plot(xs, ys, linewidth=1.7, **style)
         alone = [ys[j - 1 : j + 2 if j else 2] for j in range(len(ys))]
-        marks = [j for j, near in enumerate(alone) if one.dots or sum(map(math.isfinite, near)) == 1]
+        marks = [j for j, near in enumerate(alone) if curve.dots or sum(map(math.isfinite, near)) == 1]
         marks = [j for j in marks if math.isfinite(ys[j])]
         axes.plot([xs[j] for j in marks], [ys[j] for j in marks], "o", markersize=4, color=style["color"])
         handles.append(line)
@@ -334,7 +334,7 @@ def curves(
         low, high = axes.dataLim.intervaly if drawn else (0.0, 1.0)
         axes.set_ylim(min(0.0, low), 1.06 * high or 1.0)
     _ticks(axes.yaxis)
-    _ticks(axes.xaxis, whole=True)
+    _ticks(axes.xaxis, integers=True)
     axes.set_xlabel(axis, fontsize=SMALL, color=LIGHT["soft"])
     axes.set_ylabel(unit, fontsize=SMALL, color=LIGHT["soft"])
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -344,20 +344,20 @@ def curves(
             handles, [str(i) for i in range(names)], loc="lower left", bbox_to_anchor=(SIDE / width, 0), ncols=columns,
             frameon=False, fontsize=SMALL, labelcolor=LIGHT["ink"], borderaxespad=0.2, handlelength=2.4,
         )  # fmt: skip
-        for text, one in zip(box.get_texts(), series):  # names are set here: "_" and "$" have a meaning above
-            text.set(text=cut_text(one.name, int((width / columns - 50) / LETTER)), parse_math=False)
+        for text, curve in zip(box.get_texts(), series):  # set names here: "_" and "$" are special above
+            text.set(text=cut_text(curve.name, int((width / columns - 50) / LETTER)), parse_math=False)
     return figure
 
 
 def histogram(
     edges: Sequence[int], layers: Sequence[tuple[str, Sequence[int]]], marks: Sequence[tuple[float, str]] = ()
 ) -> Figure:
-    """Draw counts between edges as bars of equal width, one layer in front of the other.
+    """Draw counts between edges as bars of equal width, in layers.
 
     Args:
         edges: (n + 1,) ascending.
-        layers: (kind, (n,) counts) each, the hindmost first.
-        marks: (value, text) of upright lines; those outside the edges are left out.
+        layers: (kind, (n,) counts) each, from back to front.
+        marks: (value, text) of vertical lines; lines outside the edges are left out.
     """
     import numpy as np
 
@@ -376,7 +376,7 @@ def histogram(
     every = max(1, math.ceil(n * (LETTER * max(len(short(e)) for e in edges) + 10) / (NARROW - 54)))
     axes.set_xticks(range(0, n, every), labels=[short(e) for e in edges[:n:every]])
     axes.tick_params(axis="x", length=0, pad=8, labelsize=SMALL, labelcolor=LIGHT["soft"])
-    _ticks(axes.yaxis, whole=True)
+    _ticks(axes.yaxis, integers=True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(LIGHT["soft"])
     return figure
@@ -385,16 +385,16 @@ def histogram(
 def _figure(
     height: float, *, width: float, left: float = SIDE, bottom: float, top: float = 8, title: str = ""
 ) -> tuple[Figure, Axes]:
-    """Return a figure and its axes; all sizes in points, so that no layout has to be solved."""
+    """Return a figure and its axes; all sizes are in points, so that no layout is solved."""
     from matplotlib.figure import Figure
 
     top += 22 if title else 0
-    whole = height + bottom + top
-    figure = Figure(figsize=(width / 72, whole / 72), facecolor="none")
-    axes = figure.add_axes((left / width, bottom / whole, 1 - (left + SIDE) / width, height / whole), facecolor="none")
+    total = height + bottom + top
+    figure = Figure(figsize=(width / 72, total / 72), facecolor="none")
+    axes = figure.add_axes((left / width, bottom / total, 1 - (left + SIDE) / width, height / total), facecolor="none")
     axes.set_axisbelow(True)
     if title:
-        figure.text(SIDE / width, 1 - 8 / whole, cut_text(title, 90), va="top", fontsize=12, color=LIGHT["ink"])
+        figure.text(SIDE / width, 1 - 8 / total, cut_text(title, 90), va="top", fontsize=12, color=LIGHT["ink"])
     return figure, axes
 
 
@@ -402,13 +402,13 @@ def _text(axes: Axes, text: str, at: tuple[float, float], transform: Any, **styl
     axes.text(*at, text, transform=transform, fontsize=NORMAL, color=LIGHT["ink"], **style)
 
 
-def _ticks(axis: Any, unit: str = "", *, whole: bool = False, log: bool = False) -> None:
+def _ticks(axis: Any, unit: str = "", *, integers: bool = False, log: bool = False) -> None:
     """Place round ticks with grid lines; `whole` allows integers only."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())
     wide = log and high / low > 4
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(5, integer=whole))
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(5, integer=integers))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: short(value) + unit))
     axis.set_tick_params(length=0, labelsize=SMALL, labelcolor=LIGHT["soft"])
@@ -424,23 +424,23 @@ def swatch(color: str) -> Markup:
 
 
 def png(figure: Figure) -> bytes:
-    """Return the figure as a PNG with a white ground."""
+    """Return the figure as a PNG with a white background."""
     return _saved(figure, "png", dpi=150, facecolor="white", metadata={"Software": None})
 
 
 def inline_svg(figure: Figure, title: str, description: str) -> Markup:
     """Return the figure as an `svg` element for a page.
 
-    Lines and bars are stretched to the width of the page; letters and dots keep their size, and their place is a share
-    of the width. It fetches nothing, its colors are the page's variables, and `title` and `description` are its texts
-    for screen readers. Ids depend on the title alone: charts of one page must differ in it.
+    Lines and bars are stretched to the width of the page; letters and dots keep their size, and their position is a
+    share of the width. It makes no requests, its colors are the page's variables, and `title` and `description` are its
+    texts for screen readers. Ids depend only on the title: charts of one page must differ in it.
     """
     svg = _saved(figure, "svg", salt=title).decode()
     svg = re.sub(r"<metadata.*?</metadata>|<style.*?</style>|<!--.*?-->|\n *(?=<)", "", svg, flags=re.DOTALL)
     names, used = {color: name for name, color in LIGHT.items()}, set(re.findall(r"#([\w-]+)", svg))
 
     def plain(tag: re.Match[str]) -> str:
-        """Return a tag without name spaces and ids that nothing refers to; HTML needs none of them."""
+        """Return a tag without name spaces and unreferenced ids, which HTML does not need."""
         text = re.sub(r' xmlns[\w:]*="[^"]*"| id="([^"]*)"', lambda m: m[0] if m[1] in used else "", tag[0])
         text = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var(--{names[m[0]]})" if m[0] in names else m[0], text)
         if text.startswith(("<text", "<use")):
@@ -466,7 +466,7 @@ def _saved(figure: Figure, kind: str, salt: str = "", **options: Any) -> bytes:
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
-        text.set_parse_math(False)  # names of runs, models and files are text, whatever dollar signs they have
+        text.set_parse_math(False)  # names of runs, models and files may contain dollar signs
     written = io.BytesIO()
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": salt or "optrush", "hatch.linewidth": 1.4,
                                    "font.family": ["DejaVu Sans"]}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Write the page of a ladder of whole runs, and the table that the terminal shows, too."""
+"""Write the page of a ladder of whole runs, and the table for page and terminal."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def write_quality(folder: Path) -> None:
     """Write report.html and loss.png from the records of whole runs.
 
     Raises:
-        DataError: there are no records, or a line is not a record; nothing was written.
+        DataError: no records, or a line that is not a record; nothing was written.
     """
     records = read_quality(folder)
     if not records:
         raise DataError(f"the records of {folder}", "the file is empty", "measure again: optrush bench")
-    first, found = records[0], list(columns(records))
+    first, table = records[0], list(columns(records))
     title = page.safe_text(first.ladder)
     rows = [bar(r) for r in records]
     axis = "held-out loss, difference from the rung compared with; whiskers: margin"
     text = page.render(
         "quality.html.j2", title=title, under=[page.safe_text(x) for x in (first.case, first.device, first.date[:10])],
         summary=quality_summary(records), chart=page.bars_svg("Held-out loss of each rung", rows),
-        headings=[heading for heading, _ in found],
-        rows=list(zip(*(cells for _, cells in found), strict=True)), failed=[r for r in records if r.error],
+        headings=[heading for heading, _ in table],
+        rows=list(zip(*(cells for _, cells in table), strict=True)), failed=[r for r in records if r.error],
         evals=[(page.safe_text(r.rung), trace(r)) for r in records], command=page.safe_text(first.command, lines=True),
         environment={page.safe_text(k): page.safe_text(v) for k, v in first.environment.items()},
     )  # fmt: skip
@@ -65,7 +65,7 @@ def signed(value: float | None, margin: float | None, digits: int = 4) -> str:
 
 def trace(r: QualityRecord) -> str:
     """Return the mean held-out loss of every evaluation: 1.3499, 0.8123 (step 87), 0.8045 (step 259)."""
-    each = zip(*r.evals, strict=False)  # of every seed; equal steps
+    each = zip(*r.evals, strict=False)  # one evaluation of all seeds, at equal steps
     means = ((points[0][0], sum(loss for _, loss in points) / len(points)) for points in each)
     return ", ".join(f"{loss:.4f}" + (f" (step {step:g})" if step else "") for step, loss in means) or page.DASH
 

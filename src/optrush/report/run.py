@@ -1,4 +1,4 @@
-"""Read a training run's folder, and lay out its page: curves, prediction against measurement, what went wrong."""
+"""Read a training run's folder, and lay out its page: curves, prediction against measurement, problems."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from optrush.planner.sets import Prediction
 
 RUN, METRICS, ANSWERS, SAMPLES = "run.yaml", "metrics.jsonl", "answers.jsonl", "samples.json"
-MARKED = ("learnt", "special")  # of a piece of a sample
-GROUPS = 3  # of sampled answers that a page shows
-WAITS = 0.05  # share of a step spent waiting for data from which the page warns
+MARKED = ("learnt", "special")  # flags of a sample's pieces
+GROUPS = 3  # groups of sampled answers on a page
+WAITS = 0.05  # share of a step spent waiting for data above which the page warns
 _FIGURES = {
     "step", "loss", "lr", "grad_norm", "tokens", "target_tokens", "step_s", "tokens_per_s", "mfu", "peak_bytes",
     "memory_kind", "data_wait_s", "skipped", "updates_left_out", "eval_loss", "eval_target_tokens",
@@ -43,8 +43,8 @@ class RunLog:
 
     Attributes:
         text: the configuration as YAML.
-        torn: the last line of the metrics was cut off, as a killed process leaves it.
-        times: the line with the seconds of start, steps and end; empty: the run is not done.
+        torn: the last line of the metrics is incomplete, after a kill.
+        times: the line with the seconds of start, steps and end; empty: the run is not finished.
     """
 
     name: str
@@ -70,7 +70,7 @@ def load_run(folder: Path) -> RunLog:
     """Read the configuration and the metrics of a run.
 
     Raises:
-        UserError: run.yaml cannot be read, or a line of metrics.jsonl before the last is no JSON object.
+        UserError: run.yaml cannot be read, or a line of metrics.jsonl before the last is not a JSON object.
     """
     path = folder / RUN
     try:
@@ -93,11 +93,11 @@ def load_run(folder: Path) -> RunLog:
 
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Return every line that has a step, and whether the last one is torn."""
+    """Return all lines with a step, and whether the last line is torn."""
     if not path.exists():
         return [], False
     logged = []
-    lines = read_file(path).split(b"\n")  # what follows the last newline is a torn line, or nothing
+    lines = read_file(path).split(b"\n")  # after the last newline comes a torn line, or nothing
     for i, line in enumerate(lines):
         try:
             value = parse_json(line) if line.strip() else None
@@ -113,18 +113,18 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _notes(line: Mapping[str, Any]) -> list[str]:
-    """Return the events of a line: checkpoints passed over, changes on resuming, saves that failed."""
+    """Return the events of a line: skipped checkpoints, changes on resuming, failed saves."""
     at, notes = f"Step {page.number(line['step']):,.0f}: ", []
     figures = "loss" in line or "eval_loss" in line
     for key in [k for k in line if k not in _FIGURES]:
         value = line[key]
-        if figures and page.number(value) is not None:  # of an objective with metrics of its own
+        if figures and page.number(value) is not None:  # the objective's own metrics
             continue
         if key == "passed_over" and isinstance(value, list):
             pairs = [(v.get("checkpoint"), v.get("reason")) for v in value if isinstance(v, Mapping)]
             notes += [
-                f"{at}the damaged checkpoint {page.safe_text(c)} was passed over: {page.safe_text(why)}"
-                for c, why in pairs
+                f"{at}the damaged checkpoint {page.safe_text(c)} was passed over: {page.safe_text(reason)}"
+                for c, reason in pairs
             ]
         elif key == "changed" and isinstance(value, Mapping):
             notes += [f"{at}went on with another {page.safe_text(k)}: {page.safe_text(v)}" for k, v in value.items()]
@@ -137,19 +137,19 @@ def _notes(line: Mapping[str, Any]) -> list[str]:
 
 # --- against the plan
 
-OFF = 0.15  # of the planned speed, from which on a run says so
-WARM, FEWEST = 1, 4  # logged lines that are left out, and that must follow them
+OFF = 0.15  # deviation from the planned speed that a run reports
+WARM, FEWEST = 1, 4  # logged lines that are skipped, and lines required after them
 
 
 def off_plan(run: RunLog, ranks: int | None = None) -> str:
-    """Return by how much a run's median speed differs from its plan, and in which part of a step; empty: it does not.
+    """Return the deviation of a run's median speed from its plan, and the part of the step; empty: no deviation.
 
-    Rates of a CPU that are counted from its cores rank settings and predict no speed: they are not compared.
+    CPU rates computed from its cores rank settings but do not predict speeds: they are not compared.
     """
     from optrush.planner import search
 
     lines = run.steps[WARM:]
-    if len(lines) < FEWEST or run.config.grpo is not None:  # of whose steps the update alone is planned
+    if len(lines) < FEWEST or run.config.grpo is not None:  # the plan covers only its updates
         return ""
     try:
         guess: Prediction = search.predict(run.config, ranks=ranks)
@@ -166,7 +166,7 @@ def off_plan(run: RunLog, ranks: int | None = None) -> str:
     text = f"{page.speed(speed_)} tokens/s in the median, planned {page.speed(guess.tokens_per_s)} ({change:+.0%})"
     if change > 0:
         return f"{text}: the plan's rates are low here; optrush calibrate measures them"
-    # What steps of over twice the median took: compiling again, or another process on the device.
+    # Time of steps over twice the median: recompilation, or another process on the device.
     paused_s = sum(s - step_s for m in lines if (s := float(m["step_s"])) > 2 * step_s) / len(lines)
     own_s = step_s - wait_s
     parts = {
@@ -179,15 +179,15 @@ def off_plan(run: RunLog, ranks: int | None = None) -> str:
     return f"{text}: most of it {max(parts, key=lambda part: parts[part])}"
 
 
-BESIDE = 0.1  # share of a run's time beside its steps, from which on the run says so
-MANY, LONG_S = 10, 20.0  # steps and seconds of a run, below which it says nothing about that
+BESIDE = 0.1  # share of a run's time outside its steps that it reports
+MANY, LONG_S = 10, 20.0  # fewest steps and seconds of a run for that report
 
 
 def beside_steps(config: Config, beside: Mapping[str, tuple[float, int]], steps: int, seconds: float) -> dict[str, str]:
-    """Return what took more than a tenth of a run beside its steps, with the share and the keys that change it.
+    """Return activities outside the steps that took over a tenth of a run, with their shares and keys to change.
 
     Args:
-        beside: seconds and times of "saving", "evaluation" and "data", in the first `steps` and `seconds` of the run.
+        beside: seconds and counts of "saving", "evaluation" and "data", in the first `steps` and `seconds` of the run.
     """
     if steps < MANY and seconds < LONG_S:
         return {}
@@ -200,11 +200,11 @@ def beside_steps(config: Config, beside: Mapping[str, tuple[float, int]], steps:
     held_out = f"train.eval_every: {train.eval_cadence(steps)}; raise it, or {fewer}" if evals > 1 else fewer
     workers = "--with loader" if loader is None else f"raise with.loader.workers ({loader.get('workers', 2)})"
     tokenised = f"{workers}, or tokenise before the run (optrush data pack)"
-    # A single save is the last, which no key changes; in a quick run a single evaluation or batch says nothing.
+    # A single save is the final one, which no key changes; in a short run a single evaluation or batch means nothing.
     reasons = (
         ("saving", f"saving {often['saving']}", saved, beside["saving"][1] > 1),
         ("evaluation", f"evaluation {often['evaluation']}", held_out, evals > 1 or seconds > LONG_S),
-        ("data", "waiting for data", tokenised, seconds > LONG_S and config.grpo is None),  # there it is sampling
+        ("data", "waiting for data", tokenised, seconds > LONG_S and config.grpo is None),  # for grpo it is sampling
     )
     return {
         what: f"{name} took {beside[what][0] / seconds:.0%} of {duration(seconds)}: {keys}"
@@ -217,7 +217,7 @@ def beside_steps(config: Config, beside: Mapping[str, tuple[float, int]], steps:
 
 
 def page_content(run: RunLog, ranks: int | None = None) -> dict[str, Any]:
-    """Return everything that the template lays out."""
+    """Return all values for the template."""
     return {
         "title": run.name, **_facts(run), "verdict": _verdict(run), "notes": _trouble(run) + run.notes,
         "curves": _curves(run), **_against(run, ranks), "config": run.text, "sampled": _sampled(run.folder),
@@ -226,7 +226,7 @@ def page_content(run: RunLog, ranks: int | None = None) -> dict[str, Any]:
 
 
 def _facts(run: RunLog) -> dict[str, Any]:
-    """Return what was trained, where, when, for how many seconds and at what price; None: not known."""
+    """Return the model, machine, date, seconds and price of a run; None: unknown."""
     tokens, before = 0.0, 0
     for m in run.steps:
         rate, step_s = (page.number(m.get(key)) or 0.0 for key in ("tokens_per_s", "step_s"))
@@ -243,12 +243,12 @@ def _facts(run: RunLog) -> dict[str, Any]:
 
 
 def _seen(folder: Path) -> list[dict[str, Any]]:
-    """Return the run's samples with images; none of a run without, or of a damaged file."""
+    """Return the run's samples with images; empty for a run without images, or a damaged file."""
 
     def piece(p: dict[str, Any]) -> dict[str, Any]:
         image = str(p.get("image", ""))
-        found = {"text": str(p["text"]), "ids": list(map(int, p["ids"])), **{key: bool(p[key]) for key in MARKED}}
-        return found | {"image": image if image.startswith("data:image/jpeg;base64,") else ""}
+        shown = {"text": str(p["text"]), "ids": list(map(int, p["ids"])), **{key: bool(p[key]) for key in MARKED}}
+        return shown | {"image": image if image.startswith("data:image/jpeg;base64,") else ""}
 
     def document(d: dict[str, Any]) -> dict[str, Any]:
         counts = {key: int(d[key]) for key in ("tokens", "targets", "left_out")}
@@ -264,25 +264,25 @@ def _seen(folder: Path) -> list[dict[str, Any]]:
 
 
 def _sampled(folder: Path) -> list[dict[str, Any]]:
-    """Return the last groups of sampled answers, newest first, as safe text; none where a run samples none."""
+    """Return the last groups of sampled answers, newest first, as safe text; empty for a run without sampling."""
     file = folder / ANSWERS
     if not file.is_file():
         return []
-    found = []
+    groups = []
     for line in read_text(file, errors="replace").splitlines()[-GROUPS:]:
-        with suppress(ValueError, TypeError, KeyError):  # a line that the end of a process cut off
+        with suppress(ValueError, TypeError, KeyError):  # a line torn by a kill
             group = parse_json(line)
             rows = [
                 (page.plain_number(page.number(a["reward"]), 3), a["tokens"], "" if a["ended"] else "cut off",
                  page.safe_text(a["text"], lines=True)) for a in group["answers"]
             ]  # fmt: skip
             texts = {key: page.safe_text(group[key], lines=True) for key in ("prompt", "reference")}
-            found.append({"step": f"{group['step']:,}", **texts, "rows": rows})
-    return found[::-1]
+            groups.append({"step": f"{group['step']:,}", **texts, "rows": rows})
+    return groups[::-1]
 
 
 def summary(run: RunLog) -> dict[str, str]:
-    """Return a run as one row of a page about several folders."""
+    """Return a run as one row of a page on several folders."""
     return {
         "folder": run.name,
         **_kind(run),
@@ -296,7 +296,7 @@ def summary(run: RunLog) -> dict[str, str]:
 
 
 def overlaid(runs: Sequence[RunLog]) -> dict[str, Any]:
-    """Return the losses of several runs in one chart each, and the settings in which they differ."""
+    """Return the charts of several runs' losses, and the settings that differ between the runs."""
     if len(runs) < 2:
         return {"overlaid": [], "differing": []}
     charts = []
@@ -310,8 +310,8 @@ def overlaid(runs: Sequence[RunLog]) -> dict[str, Any]:
                 (heading, words, page.inline_svg(page.curves(series, axis="step", height=260), heading, texts))
             )
     settings = [dict(_settings(r.config.model_dump(mode="json", by_alias=True))) for r in runs]
-    keys = dict.fromkeys(key for one in settings for key in one)
-    rows = [(key, [one.get(key, page.DASH) for one in settings]) for key in keys]
+    keys = dict.fromkeys(key for row in settings for key in row)
+    rows = [(key, [row.get(key, page.DASH) for row in settings]) for key in keys]
     return {"overlaid": charts, "differing": [(key, values) for key, values in rows if len(set(values)) > 1]}
 
 
@@ -329,7 +329,7 @@ def _settings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _seconds(run: RunLog) -> float | None:
-    """Return the seconds of the logged steps, evaluations and saves not counted."""
+    """Return the seconds of the logged steps, without evaluations and saves."""
     total, before = 0.0, 0.0
     for m in run.steps:
         total += (page.number(m.get("step_s")) or 0.0) * max(0.0, m["step"] - before)
@@ -384,7 +384,7 @@ def _trouble(run: RunLog) -> list[str]:
     notes = []
     shares = [y for _, y in _waits(run) if y is not None]
     share = statistics.median(shares) if shares else 0.0
-    if share > 100 * WAITS and run.config.grpo is None:  # there it is the time of sampling
+    if share > 100 * WAITS and run.config.grpo is None:  # for grpo it is the time of sampling
         notes.append(
             f"Data is the bottleneck: in the median {page.percent(share)} of a step went by waiting for it. Worker "
             "processes (--with loader), tokens cached beforehand (optrush data pack) or a faster disk will do more "
@@ -475,13 +475,13 @@ def _times(run: RunLog, guess: Prediction) -> Iterator[tuple[str, float | None, 
     if time.end_s is None:
         return
     yield "start, s", time.start_s, page.number(run.times["start_s"])
-    if "resumed_at" not in run.times:  # else some of it passed in another process
+    if "resumed_at" not in run.times:  # else part of the time passed in another process
         yield "steps, s", time.steps_s, page.number(run.times["steps_s"])
         yield "saves, evaluations, model, s", time.end_s - REPORT_S, page.number(run.times["end_s"])
 
 
 def _against(run: RunLog, ranks: int | None) -> dict[str, Any]:
-    """Return predicted against measured: the table, the lines of predicted memory, or why there is no prediction."""
+    """Compare prediction and measurement: the table, lines of predicted memory, or why there is no prediction."""
     from optrush.planner import search
 
     hardware = next((d for d in NAMED.values() if d.name == run.times.get("device") != first_device().name), "auto")

@@ -1,4 +1,4 @@
-"""The techniques. The order of ALL is the ladder's order; adding one is a file and a line here.
+"""The techniques. The order of ALL is the ladder's order; a new technique needs a file and a line here.
 
 Other packages add theirs through the entry point group `optrush.techniques` (docs/python.md).
 """
@@ -98,22 +98,22 @@ OWN: tuple[type[Technique], ...] = (
 
 
 def installed(own: Sequence[type[Technique]]) -> Iterator[type[Technique]]:
-    """Yield the techniques of other packages; one that cannot be used is named on standard error and left out."""
+    """Yield the techniques of other packages; skip unusable ones with a message on standard error."""
     names = {technique.name for technique in own}
     for entry in sorted(entry_points(group="optrush.techniques"), key=lambda entry: entry.name):
         try:
-            found = entry.load()
-            if not (isinstance(found, type) and issubclass(found, Technique)):
+            loaded = entry.load()
+            if not (isinstance(loaded, type) and issubclass(loaded, Technique)):
                 raise TypeError(f"{entry.value} is no subclass of optrush.technique.Technique")
-            if found.name != entry.name or found.name in names:
-                raise ValueError(f"its name {found.name!r} is not the entry point's, or another technique has it")
-        except (Exception, SystemExit) as error:  # any: it is not our code
+            if loaded.name != entry.name or loaded.name in names:
+                raise ValueError(f"its name {loaded.name!r} is not the entry point's, or another technique has it")
+        except (Exception, SystemExit) as error:  # foreign code can raise anything
             package = "a package" if entry.dist is None else entry.dist.name
-            why = f"{type(error).__name__}: {one_line(str(error))}"
-            sys.stderr.write(f"the technique {entry.name} of {package} is left out: {why}\n")
+            reason = f"{type(error).__name__}: {one_line(str(error))}"
+            sys.stderr.write(f"the technique {entry.name} of {package} is left out: {reason}\n")
         else:
-            names.add(found.name)
-            yield found
+            names.add(loaded.name)
+            yield loaded
 
 
 ALL = (*OWN, *installed(OWN))

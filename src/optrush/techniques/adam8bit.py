@@ -1,4 +1,4 @@
-"""AdamW whose two moments take a byte each, or half a byte."""
+"""AdamW with two moments of a byte each, or half a byte."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class AdamInBits(Technique):
     searched = False
     last_resort = True
     bits: ClassVar[Literal[8, 4]]
-    role: ClassVar[Role]  # of its codes with their scales
+    role: ClassVar[Role]  # role of the codes with their scales
     kept: ClassVar[str]
-    codes: ClassVar[tuple[float, str]]  # reading and writing them: values moved in the same time, and why
+    codes: ClassVar[tuple[float, str]]  # (values moved in the time of reading and writing the codes, reason)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_no_kahan(self.name)
@@ -31,8 +31,8 @@ class AdamInBits(Technique):
         return f"{self.bits}-bit moments"
 
     def optimizer_spec(self, env: Environment) -> OptimizerSpec:
-        values, why = self.codes
-        codes = WorkItem("update.codes", f"codes read and written: {why}", "step", values=values, role=self.role)
+        values, reason = self.codes
+        codes = WorkItem("update.codes", f"codes read and written: {reason}", "step", values=values, role=self.role)
         states = {"*": States(role=self.role)}
         return OptimizerSpec(self.kept, states, loop=False, moved=3.0, work={"*": codes})  # weights and gradients
 

@@ -1,4 +1,4 @@
-"""Mixed precision: float32 weights, products in bf16 or fp16; fp16 with a loss scale."""
+"""Mixed precision: float32 weights, matmuls in bf16 or fp16; fp16 with a loss scale."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Amp(Technique):
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield retype({"product": 2, "cast": 2, "narrowing": 2}, "matmuls and their saved inputs take 2 bytes per value")
         yield live("tied.sum", "the cast gradient is added in place", gone=True)
-        if self.stream == "half" or "dp" in env.sharded:  # whose owner casts what enters a block
+        if self.stream == "half" or "dp" in env.sharded:  # sharding casts the inputs of blocks
             yield retype({"residual": 2, "widening": 2}, "the residual stream too; norms compute in float32")
             yield live("saved.middle.wide", "the residual stream has the type of the matmuls", gone=True)
 
@@ -66,14 +66,14 @@ class Amp(Technique):
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         bf16 = env.device.kind == "cpu" or env.device.capability >= (8, 0)
         yield {} if bf16 else {"dtype": "fp16"}
-        if bf16 and env.native and Part.ADAPTERS in env.claimed:  # a frozen model's stream is as narrow as its weights
+        if bf16 and env.native and Part.ADAPTERS in env.claimed:  # a frozen model's stream has the dtype of its weights
             yield {"stream": "half"}
 
     def model(self, trainer: Trainer) -> int:
         import torch
 
         trainer.precision = torch.bfloat16 if self.dtype == "bf16" else torch.float16
-        trainer.autocast = True  # the owner of the data axis may realise it instead
+        trainer.autocast = True  # the owner of the data axis may cast instead
         if self.stream == "half":
             half = trainer.precision
             trainer.model.embedding.register_forward_hook(lambda module, inputs, out: out.to(half))
@@ -96,13 +96,13 @@ class Amp(Technique):
             scaler = LossScale(trainer)
             trainer.state["amp"] = scaler
             trainer.optimizer_step = scaler.around(trainer.optimizer_step)
-            trainer.max_skipped_updates += int(FIRST_SCALE).bit_length()  # halving all the way down is no failure yet
+            trainer.max_skipped_updates += int(FIRST_SCALE).bit_length()  # halving down to 1 is not a failure
             changed += 1
         return changed
 
 
 class LossScale:
-    """The scale and how many good updates it has seen, both on the device: adapting it reads nothing on the host."""
+    """The scale and its count of good updates, both on the device: adapting it needs no host read."""
 
     def __init__(self, trainer: Trainer) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""The attention kernel: the exact masked one, or one that never holds the scores."""
+"""The attention kernel: the exact masked one, or one that never stores the scores."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from optrush.errors import NeedsError
 from optrush.planner.ledger import Rule, add, live, saved, tagged
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer, library
 
-WIDEST = 256  # values of a head in flash attention, as in kernels/attention.py
-WIDE_TIMES = 8.0  # of flash attention's time a pair of tokens: torch's kernel for wider heads (Gemma 4 E4B, H200)
+WIDEST = 256  # largest head width of flash attention, as in kernels/attention.py
+WIDE_TIMES = 8.0  # time of torch's kernel for wider heads over flash attention's, per token pair (Gemma 4 E4B, H200)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Attention(Technique):
         return self.delta or ("fla" if env.device.kind == "cuda" else "plain")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """With packed rows a mask costs whole scores, a kernel that takes the documents only their squares."""
+        """Yield memory and work; with packed rows a mask costs whole scores, a kernel over documents their squares."""
         if env.shape is not None and env.shape.delta is not None and self._rule(env) == "fla":
             yield live("saved.rule.pairs", "the kernel keeps no T x T scores", gone=True)
         if self.impl == "masked":
@@ -88,23 +88,23 @@ class Attention(Technique):
         masked = self.impl == "sdpa" and masks
         wide = len(_wide(env)) if self.impl == "varlen" else 0
         spread = not masked and {"sdpa": _ungrouped(env), "varlen": _older_torch() or sinks}.get(self.impl, False)
-        whole = spread and not env.native  # transformers leaves it to torch, which then takes plain products
-        moved = tagged("scores", no=("heads",)) if whole else tagged("scores")
+        dense = spread and not env.native  # through transformers, torch then falls back to plain matmuls
+        moved = tagged("scores", no=("heads",)) if dense else tagged("scores")
         yield live(moved, "scores stay on the chip; none are saved", gone=True)
         if masked:
-            why, values = (
+            reason, values = (
                 "the mask of rows with documents, a window, chunks, images or sinks, T per slot",
                 env.blocks * env.seq,
             )
             if s is not None and sinks:
-                why, values = "the mask of each head, with its sink, H T per slot", values * s.heads
-            yield add(saved("mask", why, values, env.blocks, "mask"))
+                reason, values = "the mask of each head, with its sink, H T per slot", values * s.heads
+            yield add(saved("mask", reason, values, env.blocks, "mask"))
         elif wide and Part.PACKED_ROWS in env.claimed:
-            why = "the mask of rows with documents, T per slot, in layers with heads too wide for flash attention"
-            yield add(saved("mask", why, wide * env.seq, wide, "mask"))
+            reason = "the mask of rows with documents, T per slot, in layers with heads too wide for flash attention"
+            yield add(saved("mask", reason, wide * env.seq, wide, "mask"))
         if masked:
-            why = "whole scores, masked ones included"
-            yield live(tagged("attention"), why, times=_slower(env, 1.0, 1.0), unit="masked")
+            reason = "whole scores, masked ones included"
+            yield live(tagged("attention"), reason, times=_slower(env, 1.0, 1.0), unit="masked")
         whole_rows = Part.PACKED_ROWS in env.claimed or sinks or chunks
         kept = 1.0 if spread or (masked and whole_rows) else _repeated(env, window) if self.impl == "sdpa" else 0.0
         kept = kept or (_repeated(env, False) if wide else 0.0)
@@ -116,18 +116,18 @@ class Attention(Technique):
             )
         if not masked:
             between = ", and so are pairs across documents" if env.span < env.seq else ""
-            why = f"the half behind the diagonal is skipped{between}"
+            reason = f"the half behind the diagonal is skipped{between}"
             hopper = env.device.capability >= (9, 0)
             unit = {"varlen": "flash2", "fa4": "flash4"}.get(self.impl, "attention") if hopper else "attention"
             times = _slower(env, _pairs(env), 0.5 * env.span / env.seq) if wide else _pairs(env)
-            yield live(tagged("attention"), why, times=times, unit=unit)
+            yield live(tagged("attention"), reason, times=times, unit=unit)
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         rule = (("flash-linear-attention", "fla"),) if self.delta == "fla" else ()
         return (*((("flash-attn-4", "kernels"),) if self.impl == "fa4" else ()), *rule)
 
     def compile_s(self, env: Environment) -> float:
-        return 15.0 if self.impl == "fa4" else 0.0  # its kernels are compiled forward and backward (H200)
+        return 15.0 if self.impl == "fa4" else 0.0  # compiles its forward and backward kernels (H200)
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
@@ -135,12 +135,12 @@ class Attention(Technique):
         yield {"impl": "varlen"}  # packed rows without a mask
         if env.shape is not None and env.shape.delta is not None and env.device.kind == "cuda":
             yield {"impl": "varlen", "delta": "plain"}  # without the package
-        if (9, 0) <= env.device.capability < (12, 0):  # the cards of data centres
+        if (9, 0) <= env.device.capability < (12, 0):  # data-centre GPUs
             yield {"impl": "fa4"}
 
     def model(self, trainer: Trainer) -> int:
         if self.impl == "cudnn":
-            trainer.model.supports_packing = False  # so that evaluation does not pack either
+            trainer.model.supports_packing = False  # evaluation must not pack either
             trainer.notes.append("attention: evaluation uses one document per row (cudnn)")
         shape = trainer.env.shape
         if shape is not None and shape.delta is not None:
@@ -155,13 +155,13 @@ class Attention(Technique):
 
 
 def check_package(capability: tuple[int, int]) -> None:
-    """Check that flash-linear-attention is there, and that its gradients are right here.
+    """Check that flash-linear-attention is installed, and that its gradients are correct on this device.
 
-    Triton 3.4 to 3.7.0 compiles the gradients of gated chunks wrongly for Hopper; with tilelang installed, the package
-    computes them by it. Source: https://github.com/fla-org/flash-linear-attention/issues/640
+    Triton 3.4 to 3.7.0 miscompiles the gradients of gated chunks for Hopper; with tilelang installed, the package
+    computes them with that. Source: https://github.com/fla-org/flash-linear-attention/issues/640
 
     Raises:
-        NeedsError: it is not, or they are not.
+        NeedsError: it is missing, or its gradients would be wrong.
     """
     found, do = "the package flash-linear-attention is not installed", "python -m pip install 'optrush[fla]'"
     if library("flash-linear-attention") is not None:
@@ -175,7 +175,7 @@ def check_package(capability: tuple[int, int]) -> None:
 
 
 def _pairs(env: Environment) -> float:
-    """Return the pairs of tokens that a kernel computes without a mask, as a part of a row's whole scores."""
+    """Return the token pairs that a kernel computes without a mask, as a share of a row's whole scores."""
     plain = 0.5 * env.span / env.seq
     s = env.shape
     if s is not None and s.chunks is not None and s.chunks.size < env.span:
@@ -189,7 +189,7 @@ def _pairs(env: Environment) -> float:
 
 
 def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
-    """Require a kernel that has the windows, the sinks and the widths of the model."""
+    """Yield requirements on the kernel: the model's windows, sinks and head widths."""
     asked, s = f"`attention:impl={impl}`", env.shape
     found = "bidirectional attention between image tokens"
     yield Requirement(impl in ("masked", "sdpa") or not env.mutual, asked, found, "take impl=sdpa")
@@ -203,14 +203,14 @@ def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
         found = f"query and key heads of {s.head_width}, value heads of {s.latent.value}"
         yield Requirement(impl in ("masked", "sdpa", "varlen"), asked, found, "take impl=varlen or sdpa")
     if s is not None and s.sinks:
-        # The package's own limit of gradients with sinks (flash_attn/cute/interface.py of 4.0.0b36).
+        # The package's own limit for gradients with sinks (flash_attn/cute/interface.py in 4.0.0b36).
         met = impl != "cudnn" and not (impl == "fa4" and env.device.capability >= (12, 0))
         found = "attention sinks in the model" + (f", on {env.device.name}" if impl == "fa4" else "")
         yield Requirement(met, asked, found, "take impl=varlen or sdpa")
-    if s is not None and (widest := max(one.head_width for one in s.kinds)) > WIDEST:
+    if s is not None and (widest := max(kind.head_width for kind in s.kinds)) > WIDEST:
         found = f"heads of {widest} values in some layers; its kernel supports up to {WIDEST}"
-        some = impl == "varlen" and len(_wide(env)) < s.layers  # the others take it
-        do = "take impl=varlen or sdpa" if min(one.head_width for one in s.kinds) <= WIDEST else "take impl=sdpa"
+        some = impl == "varlen" and len(_wide(env)) < s.layers  # the narrower layers use it
+        do = "take impl=varlen or sdpa" if min(kind.head_width for kind in s.kinds) <= WIDEST else "take impl=sdpa"
         yield Requirement(some or impl in ("masked", "sdpa"), asked, found, do)
     if s is not None and s.score_cap is not None:
         found = f"attn_logit_softcapping {s.score_cap:g}, scores bounded by a tanh, unsupported by fused kernels"
@@ -220,41 +220,41 @@ def _kinds(env: Environment, impl: str) -> Iterator[Requirement]:
 def _wide(env: Environment) -> list[int]:
     """Return the layers whose heads are too wide for flash attention."""
     kinds = {} if env.shape is None else env.shape.kinds
-    return [layer for one, layers in kinds.items() if one.head_width > WIDEST for layer in layers]
+    return [layer for kind, layers in kinds.items() if kind.head_width > WIDEST for layer in layers]
 
 
 def _slower(env: Environment, others: float, wide: float) -> float:
-    """Return how much of the work of whole scores all layers do, where those with wide heads have a slower kernel.
+    """Return the attention work of all layers as a share of whole scores, with a slower kernel for wide heads.
 
-    others, wide: what layers with narrow and with wide heads do of it.
+    others, wide: that share for layers with narrow and with wide heads.
     """
     if env.shape is None or not _wide(env):
         return others
-    flop = {one: len(layers) * one.heads * one.head_width for one, layers in env.shape.kinds.items()}
-    share = sum(n for one, n in flop.items() if one.head_width > WIDEST) / sum(flop.values())
+    flop = {kind: len(layers) * kind.heads * kind.head_width for kind, layers in env.shape.kinds.items()}
+    share = sum(n for kind, n in flop.items() if kind.head_width > WIDEST) / sum(flop.values())
     return (1 - share) * others + share * wide * WIDE_TIMES
 
 
 def _repeated(env: Environment, window: bool) -> float:
-    """Return the share of repeated keys and values that `sdpa` keeps: of layers with a mask, or with too wide heads."""
+    """Return the share of repeated keys and values that `sdpa` saves: in layers with a mask, or with too wide heads."""
     if (s := env.shape) is None or not s.repeated or not env.native:
         return float(window)
     masked = frozenset(s.window_layers if window else ())
     kept = 0
-    for one, layers in s.kinds.items():
-        many = len(layers) if one.head_width > WIDEST else len(masked.intersection(layers))
-        kept += many * (one.heads - one.kv_heads) * one.head_width
+    for kind, layers in s.kinds.items():
+        many = len(layers) if kind.head_width > WIDEST else len(masked.intersection(layers))
+        kept += many * (kind.heads - kind.kv_heads) * kind.head_width
     return kept / (s.repeated * s.layers)
 
 
 def _ungrouped(env: Environment) -> bool:
-    """Whether no kernel of torch groups query heads: of CUDA's only flash attention does, which `sdpa` takes in bf16,
-    as mixed precision is assumed to be where the device has it."""
+    """Whether torch has no kernel here that groups query heads: on CUDA only flash attention groups, which `sdpa` uses
+    in bf16; mixed precision is assumed to be bf16 if the device supports it."""
     half = env.dtype == "bfloat16" or (Part.PRECISION in env.claimed and env.device.capability >= (8, 0))
     return env.device.kind == "cuda" and env.spec.grouped_heads and not half
 
 
 def _older_torch() -> bool:
-    """Whether the installed torch, if any, has no `varlen` that groups query heads: before 2.12."""
+    """Whether the installed torch, if any, is older than 2.12, whose `varlen` groups query heads."""
     version = library("torch")
     return version is not None and [int(number) for number in re.findall(r"\d+", version)[:2]] < [2, 12]

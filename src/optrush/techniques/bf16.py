@@ -49,16 +49,16 @@ class Bf16(Technique):
         yield env.needs_capability((8, 0), "`bf16` needs a device with bf16 matmuls", "take --with amp:dtype=fp16")
 
     def quality(self, env: Environment) -> str:
-        if Part.ADAPTERS in env.claimed:  # which are float32
+        if Part.ADAPTERS in env.claimed:  # adapters are float32
             return ""
         return "bf16 weights" + " rounded to the nearest, which loses small updates" * (self.rounding == "nearest")
 
     def optimizer_spec(self, env: Environment) -> OptimizerSpec | None:
         if self.rounding == "nearest":
             return None
-        # 100 ns a weight on one core, torch 2.13; expressed as values moved at the assumed rate of a CPU.
-        why = "random bits and roundings, one operator at a time"
-        rounding = {"*": WorkItem("update.rounding", why, "step", values=400, role="wide")}
+        # 100 ns per weight on one core, torch 2.13; expressed as values moved at the assumed rate of a CPU.
+        reason = "random bits and roundings, one operator at a time"
+        rounding = {"*": WorkItem("update.rounding", reason, "step", values=400, role="wide")}
         work = rounding if env.device.kind == "cpu" else {}
         return OptimizerSpec("float32 inside, and no temporaries of whole parameters", loop=False, work=work)
 
@@ -69,13 +69,13 @@ class Bf16(Technique):
         yield retype({"narrowing": 2, "widening": 2, "plain": 2.5}, "norms and softmax still run in float32")
         if self.rounding != "nearest" and env.device.kind != "cpu" and Part.OPTIMIZER not in env.claimed:
             launches = 3.0 * (env.blocks * 9 + 2)
-            why = "a kernel for each parameter"
-            yield add(WorkItem("update.launches", why, "step", launches=launches, of=("update", "launches")))
+            reason = "a kernel for each parameter"
+            yield add(WorkItem("update.launches", reason, "step", launches=launches, of=("update", "launches")))
         if self.rounding == "kahan":
-            why = "the rounding error of each weight"
-            yield like(tagged("weights"), Line("states.compensation", why, 1.0, "weight", "always", of=("states",)))
-            why = "the same read and written"
-            work = WorkItem("update.compensation", why, "step", values=2.0, role="weight", of=("update",))
+            reason = "the rounding error of each weight"
+            yield like(tagged("weights"), Line("states.compensation", reason, 1.0, "weight", "always", of=("states",)))
+            reason = "the same read and written"
+            work = WorkItem("update.compensation", reason, "step", values=2.0, role="weight", of=("update",))
             yield like(tagged("weights"), work)
 
     def model(self, trainer: Trainer) -> int:

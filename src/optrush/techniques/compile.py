@@ -20,11 +20,11 @@ from optrush.technique import (
     refuse_unmet,
 )
 
-COMPILATIONS = 64  # of one block, at most
+COMPILATIONS = 64  # limit per block
 BLOCK_S = 13.0  # seconds to compile a block, head and loss, with and without gradients (SmolLM2-135M on H200)
-# Of the time of a block's elementwise operators on a CPU, what is left when they are fused: its cache holds what each
-# reads of the one before. Compiled, the built-in model ran there at 0.97 (cpu-answers.jsonl), 1.07 and, with amp, 1.12
-# (runs of 24 steps, no record) of the tokens/s it has otherwise.
+# Share of the elementwise operators' time in a block that remains on a CPU when they are fused: its cache already holds
+# the inputs of each. Compiling changed the built-in model's tokens/s there by 0.97 (cpu-answers.jsonl), 1.07 and, with
+# amp, 1.12 times (runs of 24 steps, no record).
 ON_CPU = 0.8
 
 
@@ -52,7 +52,7 @@ class Compile(Technique):
     summary = "torch.compile of each block or the whole model, and of the loss, with fixed shapes"
     source = "https://doi.org/10.1145/3620665.3640366"
     numerics = Numerics.SAME_MATHS
-    claims = frozenset({Part.COMPILED, Part.ROW_WIDTH})  # one width: each other would be compiled anew
+    claims = frozenset({Part.COMPILED, Part.ROW_WIDTH})  # one width: others would be recompiled
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         found = "a technique over several ranks, which cannot communicate inside one graph of all blocks"
@@ -64,21 +64,21 @@ class Compile(Technique):
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        if env.device.kind == "cuda":  # on a CPU it gains a few percent, and compiles for longer than most runs take
+        if env.device.kind == "cuda":  # on a CPU it gains a few percent, less than most runs spend compiling
             yield {}
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        why = "fused into their neighbours, and recomputed in the backward pass"
+        reason = "fused into their neighbours, and recomputed in the backward pass"
         cpu = env.device.kind == "cpu"
-        yield live(tagged("fusable", no=("elementwise",) if cpu else ()), why, gone=True)
+        yield live(tagged("fusable", no=("elementwise",) if cpu else ()), reason, gone=True)
         if self.scope == "blocks":
             yield live("saved.middle.wide", "the product that was added is kept instead", gone=True)
         if cpu:
-            why = "fused; most of it came from the cache before"
-            yield live(tagged("fusable", "elementwise"), why, times=ON_CPU)
+            reason = "fused; most of it came from the cache before"
+            yield live(tagged("fusable", "elementwise"), reason, times=ON_CPU)
         for way, kernels in zip(WAYS, (16, 31), strict=True):
-            why, launches = f"about {kernels} kernels per block", COMPILED * kernels * env.blocks
-            yield add(launched(way, "compiled.launches", why, launches))
+            reason, launches = f"about {kernels} kernels per block", COMPILED * kernels * env.blocks
+            yield add(launched(way, "compiled.launches", reason, launches))
 
     def compile(self, trainer: Trainer) -> int:
         import torch
@@ -93,27 +93,27 @@ class Compile(Technique):
         # torch's cache on disk identifies our operators by name, not by code.
         mark, tag = package_digest(), torch.compiler.config.cache_key_tag
         torch.compiler.config.cache_key_tag = tag if mark in tag else f"{tag} {mark}".strip()
-        # Some attention needs one for each power of two of the longest document, and again for evaluation; torch's
-        # own limit is eight.
+        # Some attention needs one compilation per power of two of the longest document, and again for evaluation;
+        # torch's default limit is eight.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILATIONS)
         model, head = trainer.model, trainer.model.head
-        whole = self.scope == "model"
-        if whole and isinstance(model, Decoder):
+        as_model = self.scope == "model"
+        if as_model and isinstance(model, Decoder):
             # The decoder computes its frequencies at the first call: inside the graph, that would compile it twice.
             model.angles(torch.zeros(1, 1, device=trainer.world.device), torch.float32)
-        modules: list[nn.Module] = [model] if whole else [*model.blocks.values()]
-        if not whole and isinstance(model, Decoder):
+        modules: list[nn.Module] = [model] if as_model else [*model.blocks.values()]
+        if not as_model and isinstance(model, Decoder):
             modules.append(model.norm)
         options = {"max_autotune": True} if self.autotune else {}
         if self.autotune:
             trainer.notes.append("compile: the first steps compile and time candidates: minutes, on a GPU many")
         # Experts that gather their own weights under data sharding do so between two graphs of their block.
         env = trainer.env
-        one = env.native and not (Part.EP in env.claimed and "dp" in env.sharded)
-        if not one:  # as one graph does by itself: how many rows arrive at experts would be compiled anew each time
+        fullgraph = env.native and not (Part.EP in env.claimed and "dp" in env.sharded)
+        if not fullgraph:  # a full graph sets it itself: else each number of rows at experts is recompiled
             torch._dynamo.config.capture_dynamic_output_shape_ops = True
         for module in modules:
-            module.compile(fullgraph=one, dynamic=False, options=options)
+            module.compile(fullgraph=fullgraph, dynamic=False, options=options)
         head.nll = head.nll.compiled(options)
         if isinstance(model, Decoder) and model.tower is not None:
             return len(modules) + 1 + model.tower.compile()

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from optrush.data.batch import Batch
     from optrush.trainer.trainer import Trainer
 
-FROM = ("masked", "sdpa", "varlen")  # kernels that know where some queries of a row begin (kernels/attention.py)
-MULTIPLE = 8  # of the head width that flash attention takes
+FROM = ("masked", "sdpa", "varlen")  # kernels that accept an offset of the queries in a row (kernels/attention.py)
+MULTIPLE = 8  # flash attention's head width is a multiple of it
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Context(Technique):
     source = "https://arxiv.org/abs/2309.14509"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.CP})
-    searched = False  # where nothing else fits, or a step has fewer rows than ranks
+    searched = False  # for runs that do not fit otherwise, or with fewer rows per step than ranks
 
     def axes(self) -> dict[str, int]:
         return {"cp": self.size}
@@ -118,14 +118,14 @@ class Context(Technique):
                 yield {"size": n, "kind": "gather"}
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield shares of all that grows with the tokens, what is whole besides, and what the link carries.
+        """Yield a rank's share of memory and work that grow with the tokens, its whole tensors, and the communication.
 
-        Values are for each token of all n ranks, of which one rank has the n-th part.
+        Values are per token of all n ranks; each rank has 1/n of them.
         """
         n = self.size
-        why = f"a rank has 1/{n} of the tokens"
-        yield cut(tagged("per-token"), "cp", n, why)
-        yield live(tagged("per-token"), why, times=1 / n)
+        reason = f"a rank has 1/{n} of the tokens"
+        yield cut(tagged("per-token"), "cp", n, reason)
+        yield live(tagged("per-token"), reason, times=1 / n)
         if env.shape is None:
             return
         s = env.shape
@@ -133,13 +133,13 @@ class Context(Technique):
         if self.kind == "ulysses":
             keys = max(kv, n * s.head_width)
             each = 2 * (q + keys)
-            why = "heads sent and received, 2 (2 H + 2 K) E, when the feed-forward part is done"
-            yield add(Line("exchange", why, 2 * each, "product", "backward", True, side="scores", of=("heads",)))
+            reason = "heads sent and received, 2 (2 H + 2 K) E, when the feed-forward part is done"
+            yield add(Line("exchange", reason, 2 * each, "product", "backward", True, side="scores", of=("heads",)))
             if keys > kv:
-                why, values = "keys and values repeated for more ranks, 2 (n - K) E", 2 * (keys - kv) * env.blocks
-                yield add(saved("repeated", why, values, env.blocks, "heads"))
-            why, hosts = "heads to other ranks, and back", env.over_hosts("cp")[0]
-            yield from _exchange(env, why, each * (n - 1) / n, each * n / hosts, awaited=True)
+                reason, values = "keys and values repeated for more ranks, 2 (n - K) E", 2 * (keys - kv) * env.blocks
+                yield add(saved("repeated", reason, values, env.blocks, "heads"))
+            reason, hosts = "heads to other ranks, and back", env.over_hosts("cp")[0]
+            yield from _exchange(env, reason, each * (n - 1) / n, each * n / hosts, awaited=True)
             yield from _started(env, 2)
         elif self.kind == "gather":
             yield from self._whole_rows(env, q, kv)
@@ -149,23 +149,23 @@ class Context(Technique):
             older = env.device.capability >= (9, 0)
             yield live(tagged("scores"), "the kernel keeps no scores: they stay on the chip", gone=True)
             yield live("saved.spread", "heads are repeated while they are read", gone=True)
-            why, unit = "the half behind the diagonal is skipped", "flash2" if older else "attention"
-            yield live(tagged("attention"), why, times=0.5, unit=unit)
-            why = "keys and values held and in transit, and their gradients, 8 K E"
-            yield add(Line("ring", why, 8 * kv, "wide", "backward", True, of=("heads",)))
+            reason, unit = "the half behind the diagonal is skipped", "flash2" if older else "attention"
+            yield live(tagged("attention"), reason, times=0.5, unit=unit)
+            reason = "keys and values held and in transit, and their gradients, 8 K E"
+            yield add(Line("ring", reason, 8 * kv, "wide", "backward", True, of=("heads",)))
             yield from _exchange(env, "keys and values to the next rank", 2 * kv * (n - 1), 2 * kv * n)
             yield from _started(env, n - 1)
-            why, values = "and their gradients, back", 2 * kv * n * env.blocks
-            yield add(_link(env, "backward", "exchange.gradients", why, values, values, "wide"))
+            reason, values = "and their gradients, back", 2 * kv * n * env.blocks
+            yield add(_link(env, "backward", "exchange.gradients", reason, values, values, "wide"))
 
     def _whole_rows(self, env: Environment, q: int, kv: int) -> Iterator[Rule]:
         n, L = self.size, env.blocks
 
-        why = "keys and values of the other ranks, 2 K E (n - 1)"
-        yield add(saved("whole keys", why, L * 2 * kv * (n - 1), L, "heads"))
+        reason = "keys and values of the other ranks, 2 K E (n - 1)"
+        yield add(saved("whole keys", reason, L * 2 * kv * (n - 1), L, "heads"))
         if env.spec.attention in ("masked", "sdpa") and q > kv:
-            why = "and repeated for each query head, 2 (H - K) E (n - 1)"
-            yield add(saved("whole spread", why, L * 2 * (q - kv) * (n - 1), L, "heads"))
+            reason = "and repeated for each query head, 2 (H - K) E (n - 1)"
+            yield add(saved("whole spread", reason, L * 2 * (q - kv) * (n - 1), L, "heads"))
         if env.spec.attention == "sdpa" and Part.PACKED_ROWS not in env.claimed:
             yield add(saved("whole mask", "the mask of a rank's queries, T a slot", L * env.seq, L, "mask"))
 
@@ -187,27 +187,27 @@ class Context(Technique):
             else:
                 block.attention = context_parallel.ring(share)
         if self.kind == "ring":
-            trainer.model.supports_packing = False  # so that evaluation does not pack either
+            trainer.model.supports_packing = False  # evaluation must not pack either
             trainer.notes.append("context: evaluation uses one document per row (ring)")
         inner, part = trainer.place, share.cut
 
         def place(batch: Batch) -> Batch:
             tokens, labels, positions = (part(t) for t in (batch.tokens, batch.labels, batch.positions))
             documents = batch.documents
-            if documents.filled is not None:  # of a rank's own tokens, as experts count them; all else is of whole rows
+            if documents.filled is not None:  # of a rank's own tokens, for experts; the rest is of whole rows
                 documents = documents._replace(filled=part(documents.filled))
             extra = {name: part(t) if name == "weights" else t for name, t in batch.extra.items()}
-            own = replace(batch, tokens=tokens, labels=labels, positions=positions)
-            return inner(replace(own, documents=documents, extra=extra))
+            local = replace(batch, tokens=tokens, labels=labels, positions=positions)
+            return inner(replace(local, documents=documents, extra=extra))
 
         trainer.place = place
         return len(trainer.model.blocks)
 
 
-def _exchange(env: Environment, why: str, values: float, whole: float, awaited: bool = False) -> Iterator[Rule]:
+def _exchange(env: Environment, reason: str, values: float, sent: float, awaited: bool = False) -> Iterator[Rule]:
     """Yield each block's communication per token, forward and backward."""
-    values, whole = values * env.blocks, whole * env.blocks
-    yield add(*(_link(env, way, "exchange", why, values, whole, awaited=awaited) for way in WAYS))
+    values, sent = values * env.blocks, sent * env.blocks
+    yield add(*(_link(env, way, "exchange", reason, values, sent, awaited=awaited) for way in WAYS))
 
 
 def _started(env: Environment, calls: int) -> Iterator[Rule]:
@@ -218,12 +218,12 @@ def _started(env: Environment, calls: int) -> Iterator[Rule]:
 
 
 def _link(
-    env: Environment, way: Way, name: str, why: str, values: float, whole: float, role: Role = "product",
+    env: Environment, way: Way, name: str, reason: str, values: float, sent: float, role: Role = "product",
     awaited: bool = False,
 ) -> WorkItem:  # fmt: skip
-    """Return what a token's values cost on the link, and of `whole` what enters a host, if the ranks span several."""
+    """Return the link's work for a token's values; if ranks span several hosts, `sent` values enter one."""
     hosts, entering = env.over_hosts("cp")
     return WorkItem(
-        f"{way}.{name}", why, "token", unit="link", values=values, role=role, of=(way, "exchange"), awaited=awaited,
-        entering=whole * entering, steps=2.0 * (hosts - 1) * env.blocks,
+        f"{way}.{name}", reason, "token", unit="link", values=values, role=role, of=(way, "exchange"), awaited=awaited,
+        entering=sent * entering, steps=2.0 * (hosts - 1) * env.blocks,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""CUDA graphs: the forward and backward passes of a window recorded once, and started by one call a step."""
+"""CUDA graphs: record the forward and backward passes of a window once, and replay them with one call per step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Recorder = Callable[[Callable[[], None], Callable[[], None]], tuple[Callable[[], None], int]]
 WARM_UP = 3  # windows before the recording: compilers, kernel choices and workspaces settle in them
-# Parts whose owner cannot be recorded, what the owner does, and the fix.
+# Parts whose owner cannot be recorded, the reason, and the fix.
 ONE = "leave one of the two out"
 APART = (
     (Part.DATA, "a technique that sums gradients over several ranks", "take one rank, or leave cuda-graphs out"),
@@ -58,7 +58,7 @@ class CudaGraphs(Technique):
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        """Yield its defaults where windows were recorded and compared: nothing but the loss's own rows is read."""
+        """Yield the defaults for runs in which recorded windows were compared: losses that read only their rows."""
         if env.images is None and env.teacher is None and env.rollout is None:
             yield {}
 
@@ -90,8 +90,8 @@ class CudaGraphs(Technique):
 class Window:
     """`trainer.forward_backward`, recorded at the first window of the run's full shape.
 
-    A recording holds addresses: of the batches and the divisor (here), of weights, loss scale and gradients. Numbers of
-    the host are constants in it, so `longest` is T, the bound of every batch.
+    A recording holds addresses: of the batches and the divisor (here), of weights, loss scale and gradients. Host
+    values are constants in it, so `longest` is T, the bound of every batch.
     """
 
     inputs: list[Batch]
@@ -101,11 +101,11 @@ class Window:
     grads: list[Tensor | None]
 
     def __init__(self, trainer: Trainer, record: Recorder) -> None:
-        """record: calls the first function several times, the second (which frees what it left) after each time but
-        the last; returns what replays it in the same memory, and the bytes that are reserved for that."""
+        """record: calls the first function several times, and the second, which frees its results, after each call but
+        the last; returns a function that replays it in the same memory, and the bytes reserved for that."""
         self.trainer, self.record, self.plain = trainer, record, trainer.forward_backward
         self.replay: Callable[[], None] | None = None
-        self.others = 0  # whole windows in a row that the recording cannot play
+        self.others = 0  # consecutive whole windows that the recording cannot replay
 
     def __call__(self, batches: list[Batch], terms: float | Tensor) -> Tensor:
         if not self._whole(batches):
@@ -114,7 +114,7 @@ class Window:
         self.others = 0 if alike else self.others + 1
         if self.others == 1:
             return self.plain(batches, terms)
-        if self.others == 2:  # the run continues with batches of another shape
+        if self.others == 2:  # the shape of batches changed for good
             self.replay, self.others = None, 0
         if self.replay is None:
             self._begin(batches, terms)
@@ -123,7 +123,7 @@ class Window:
         assert self.weights == self._places(), "weights have moved since the window was recorded"
         self._fill(batches, terms)
         self.replay()
-        for t, grad in zip(self.trainer.trained, self.grads, strict=True):  # the update has let go of them
+        for t, grad in zip(self.trainer.trained, self.grads, strict=True):  # the update dropped them
             t.parameter.grad = grad
         self.trainer.loss_is_finite = self.finite
         return self.mean.clone()
@@ -140,13 +140,13 @@ class Window:
         self.inputs = []
         for host in batches:
             batch = host.to(device)
-            own = batch._each(torch.Tensor.clone)  # what this loader or the next one holds is not ours to write to
-            self.inputs.append(replace(own, documents=own.documents._replace(longest=T)))
+            copied = batch._each(torch.Tensor.clone)  # loaders own their tensors
+            self.inputs.append(replace(copied, documents=copied.documents._replace(longest=T)))
         self.terms = torch.ones((), device=device)
         self._fill(batches, terms)
 
     def _fill(self, batches: list[Batch], terms: float | Tensor) -> None:
-        """Copy a window to where the recording reads it, without waiting for the device."""
+        """Copy a window into the recording's inputs, without waiting for the device."""
         device = self.trainer.world.device
         for ours, host in zip(self.inputs, batches, strict=True):
             for to, new in zip(tensors(ours), tensors(host.to(device)), strict=True):
@@ -157,7 +157,7 @@ class Window:
             self.terms.copy_(terms)
 
     def _run(self) -> None:
-        """Run the window on the inputs; its results are referenced here, or their memory would be reused."""
+        """Run the window on the inputs; the results are referenced here, so that their memory is not reused."""
         self.mean = self.plain(self.inputs, self.terms)
         self.finite = self.trainer.loss_is_finite
         self.grads = [t.parameter.grad for t in self.trainer.trained]
@@ -172,14 +172,14 @@ class Window:
 
 def tensors(batch: Batch) -> list[Tensor]:
     """Return the tensors of a batch."""
-    found: list[Tensor] = []
+    held: list[Tensor] = []
 
     def take(t: Tensor) -> Tensor:
-        found.append(t)
+        held.append(t)
         return t
 
     batch._each(take)
-    return found
+    return held
 
 
 def _alike(ours: Batch, other: Batch) -> bool:
@@ -189,16 +189,16 @@ def _alike(ours: Batch, other: Batch) -> bool:
 
 
 def recorded(function: Callable[[], None], forget: Callable[[], None]) -> tuple[Callable[[], None], int]:
-    """Record a function's kernels, after warming up on a stream of its own, as torch requires.
+    """Record a function's kernels, after warming up on a separate stream, as torch requires.
 
-    A window updates no weight, and the random state is restored, so nothing of the run changes. But torch's peak is
-    reset, as it counts what a replay uses temporarily as free.
+    A window updates no weight, and the random state is restored, so the run is unchanged. But torch's peak is reset,
+    because it counts a replay's temporary memory as free.
 
     Returns:
-        what replays it, and the most bytes that it uses beyond what it leaves.
+        the function that replays it, and the peak bytes of its temporaries.
 
     Raises:
-        NeedsError: the function does what cannot be recorded.
+        NeedsError: the function cannot be recorded.
     """
     import torch
 
@@ -224,7 +224,7 @@ def capture(function: Callable[[], None], recording: AbstractContextManager[Any]
     """Call a function while its kernels are recorded.
 
     Raises:
-        NeedsError: the device refused; an out-of-memory error is raised as it is.
+        NeedsError: the device refused; out-of-memory errors are re-raised unchanged.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds the whole model, gradients are summed in buckets while the backward pass runs."""
+"""Data parallelism: every rank holds the whole model; gradients are summed in buckets during the backward pass."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Ddp(Technique):
     def predict(self, env: Environment) -> Iterator[Rule]:
         n, room = env.gradient_ranks, self.bucket_mib << 20
         yield add(Line("buckets", "gradients copied into the all-reduce bucket", room, "byte", "backward"))
-        why = "a gradient larger than a bucket is copied alone: the embedding's"
-        yield like("gradients.embedding", Line("bucket of the embedding", why, 1.0, "gradient", "end"))
-        why, held = "2 (n-1)/n of the gradients' bytes to other ranks", 1 / env.axes.get("tp", 1)
+        reason = "a gradient larger than a bucket is copied alone: the embedding's"
+        yield like("gradients.embedding", Line("bucket of the embedding", reason, 1.0, "gradient", "end"))
+        reason, held = "2 (n-1)/n of the gradients' bytes to other ranks", 1 / env.axes.get("tp", 1)
         hosts, entering = env.over_hosts(*SUMMED)
-        work = WorkItem("reduce", why, "step", unit="link", values=2 * (n - 1) / n * held, role="gradient")
+        work = WorkItem("reduce", reason, "step", unit="link", values=2 * (n - 1) / n * held, role="gradient")
         work = replace(work, entering=2 * entering * held, steps=2 * (hosts - 1) * env.blocks, of=("reduce",))
         yield like(tagged("gradients"), work)
 
@@ -72,19 +72,19 @@ class Ddp(Technique):
             discard()
 
         trainer.grad_sync, trainer.zero_grad = syncing, forget
-        return len(buckets.members) or 1  # none: every gradient is of one rank alone
+        return len(buckets.members) or 1  # no bucket: every gradient is on one rank only
 
 
 class Buckets:
     """Gradients flattened into buckets, last parameter first; each is summed as soon as it and all before it are full.
 
-    The order of the collectives is fixed, whatever order gradients appear in, so that ranks never disagree. A bucket is
-    of parameters that the same ranks have: a gradient that no other rank has a part of is in none.
+    The order of the collectives is fixed, independent of the order of gradients, so that ranks never disagree. The
+    parameters of a bucket are on the same ranks; a gradient that is on one rank only is in no bucket.
     """
 
     def __init__(self, trained: list[TrainedParam], world: World, most_bytes: int) -> None:
         self.members: list[list[torch.nn.Parameter]] = []
-        self.groups: list[Any] = []  # of the buckets
+        self.groups: list[Any] = []  # one per bucket
         room = 0
         for t in reversed(trained):
             size, ranks = t.local.nbytes, world.summed(t.parameter)
@@ -134,7 +134,7 @@ class Buckets:
         self.launched.append((work, flat))
 
     def finish(self) -> None:
-        while len(self.launched) < len(self.members):  # a parameter that took no part in this window
+        while len(self.launched) < len(self.members):  # a parameter had no gradient in this window
             self._launch()
         for work, _ in self.launched:
             work.wait()

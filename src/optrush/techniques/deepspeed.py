@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: states, gradients and weights cut over the ranks, by DeepSpeed's own engine."""
+"""DeepSpeed's ZeRO: states, gradients and weights sharded over the ranks, by DeepSpeed's own engine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
 
 ELSE = "take fsdp, or leave deepspeed out"
-LIKE = "0.19."  # versions whose engine is known to sum a window as ours
-MOST_REDUCED = 50_000_000  # gradients in a bucket
+LIKE = "0.19."  # versions whose engine sums a window like ours
+MOST_REDUCED = 50_000_000  # most gradients per bucket
 
 
 class Sizes(NamedTuple):
-    """Numbers of values that the engine's buffers hold."""
+    """Sizes of the engine's buffers, in values."""
 
-    reduced: int  # gradients that are reduced together
-    prefetched: int  # weights that are gathered ahead
+    reduced: int  # gradients reduced together
+    prefetched: int  # weights gathered ahead
     whole: int  # weights that are whole at a time
-    kept_whole: int  # a weight of at most as many is never cut
+    kept_whole: int  # weights of at most this size are not sharded
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DeepSpeed(Technique):
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.DATA, Part.OPTIMIZER, Part.UPDATE, Part.STATES})
     shards = frozenset({"dp"})
-    searched = False  # fsdp does the same with one copy less, but for what is kept on the host
+    searched = False  # fsdp does the same with one copy less, except for offloading
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
@@ -130,7 +130,7 @@ class DeepSpeed(Technique):
         ends = s.vocab * s.width * (1 if s.tied else 2)
         return Sizes(min(block, MOST_REDUCED), block, 2 * block + ends, 2 * s.width)
 
-    # What it predicts.
+    # Predictions.
 
     def optimizer_spec(self, env: Environment) -> OptimizerSpec:
         resident = None if self.offload == "none" else 0
@@ -141,30 +141,30 @@ class DeepSpeed(Technique):
         n, frozen = env.gradient_ranks, Part.ADAPTERS in env.claimed
         yield cut(tagged("states"), "dp", n, "a rank updates its share")
         if self.stage > 1:
-            why, whole = "reduced as soon as a block has made them", self.stage == 3
-            yield cut(tagged("gradients"), "dp", n, why, gathered=1, during=("backward",) if whole else ())
-            if whole:
+            reason, sharded = "reduced as soon as a block has made them", self.stage == 3
+            yield cut(tagged("gradients"), "dp", n, reason, gathered=1, during=("backward",) if sharded else ())
+            if sharded:
                 yield live(tagged("gradients"), "in one flat buffer that stays", live="always")
         yield live(tagged("casts"), "matmuls read the gathered weights, without copies", gone=True)
         if not frozen:
             yield cut(tagged("weights"), "dp", n, "a rank updates its share of the float32 weights")
             parts: list[Tag] = ["blocks", "embedding"]
             parts += [] if env.shape is None or env.shape.tied else ["head"]
-            why = "matmul weights, in addition to the float32 weights"
+            reason = "matmul weights, in addition to the float32 weights"
             for part in parts:
                 blocks = env.blocks if part == "blocks" else 1
-                line = Line(f"copies.{part}", why, 1.0, "product", "always", blocks=blocks, of=("copies", part))
+                line = Line(f"copies.{part}", reason, 1.0, "product", "always", blocks=blocks, of=("copies", part))
                 yield like(f"weights.{part}", line)
         if self.stage == 3:
             yield from self._gathered(env, "weights" if frozen else "copies")
         yield from super().predict(env)
         yield live(tagged("update"), "a rank updates its share", times=1 / n)
         sizes = self.sizes(env)
-        why = f"a bucket of {sizes.reduced:,} gradients, in float32"
-        yield add(Line("buckets.reduce", why, sizes.reduced, "wide", "always"))
+        reason = f"a bucket of {sizes.reduced:,} gradients, in float32"
+        yield add(Line("buckets.reduce", reason, sizes.reduced, "wide", "always"))
         if self.hpz > 1:
-            why = f"the second copy of the weights, sharded over {self.hpz} ranks"
-            yield like(tagged("weights"), Line("secondary", why, 1 / self.hpz, "product", "always"))
+            reason = f"the second copy of the weights, sharded over {self.hpz} ranks"
+            yield like(tagged("weights"), Line("secondary", reason, 1 / self.hpz, "product", "always"))
         if self.offload != "none":
             yield from self._offloaded(not frozen)
         yield from self._links(env, n)
@@ -172,16 +172,16 @@ class DeepSpeed(Technique):
     def _gathered(self, env: Environment, kind: Literal["weights", "copies"]) -> Iterator[Rule]:
         """Yield the shards of stage 3, and the weights that are whole while in use."""
         n, tied = env.gradient_ranks, env.shape is None or env.shape.tied
-        ends, whole = "embedding and head are whole while they are used", "a block's weights are whole while it runs"
-        why, phases = f"{whole}, and the next block's ahead of it", ("forward", "backward")
-        yield cut(f"{kind}.blocks", "dp", n, why, gathered=min(env.blocks, 2), during=phases)
+        ends, running = "embedding and head are whole while they are used", "a block's weights are whole while it runs"
+        reason, phases = f"{running}, and the next block's ahead of it", ("forward", "backward")
+        yield cut(f"{kind}.blocks", "dp", n, reason, gathered=min(env.blocks, 2), during=phases)
         if kind == "weights" or not tied:
             yield cut(tagged(kind, no=("blocks", "embedding")), "dp", n, ends, gathered=1)
         during = () if tied else ("forward", "backward, embedding")
         yield cut(f"{kind}.embedding", "dp", n, ends, gathered=1, during=during)
-        # A gather of several weights has one buffer, which is freed when the last of them has been used.
-        why = "gather buffers of embedding and head, shared with weights not used yet"
-        arriving = Line("head.arriving", why, 1.0, "product", "head", of=("loss",))
+        # Weights gathered together share one buffer, which is freed after the last of them is used.
+        reason = "gather buffers of embedding and head, shared with weights not used yet"
+        arriving = Line("head.arriving", reason, 1.0, "product", "head", of=("loss",))
         yield like(tagged("weights", no=("blocks",)), arriving)
 
     def _offloaded(self, copied: bool) -> Iterator[Rule]:
@@ -199,7 +199,7 @@ class DeepSpeed(Technique):
         share, (hosts, entering) = (n - 1) / n, env.over_hosts("dp")
         quantized = any(linear.weight == "quantized" for linear in env.spec.linears.values())
         stored: Role = "stored" if quantized else "product"
-        why, times = ("weights gathered twice", 2) if self.stage == 3 else ("updated weights gathered", 1)
+        reason, times = ("weights gathered twice", 2) if self.stage == 3 else ("updated weights gathered", 1)
         gathers: Literal["micro", "step"] = "micro" if self.stage == 3 else "step"
         reduces: Literal["micro", "step"] = "step" if self.stage == 1 else "micro"
         parts: list[tuple[Match | str, str, Role]] = [
@@ -207,12 +207,12 @@ class DeepSpeed(Technique):
         ]  # fmt: skip
         for match, name, role in parts if self.stage == 3 or Part.ADAPTERS not in env.claimed else ():
             steps = times * (hosts - 1) * (env.blocks if name == "gather.blocks" else 2)
-            work = WorkItem(name, why, gathers, unit="link", values=times * share, role=role, of=("gather",))
+            work = WorkItem(name, reason, gathers, unit="link", values=times * share, role=role, of=("gather",))
             yield like(match, replace(work, entering=times * entering, steps=steps))
         work = WorkItem("reduce", "gradients reduced", reduces, unit="link", values=share, role="wide", of=("reduce",))
         yield like(tagged("gradients"), replace(work, entering=entering, steps=(hosts - 1) * env.blocks))
 
-    # What it does.
+    # Stages.
 
     def process(self, env: Environment) -> int:
         if env.device.kind == "cpu":
@@ -222,10 +222,10 @@ class DeepSpeed(Technique):
     def shard(self, trainer: Trainer) -> int:
         import torch
 
-        found = library("deepspeed") or ""
-        if not found.startswith(LIKE):
+        version = library("deepspeed") or ""
+        if not version.startswith(LIKE):
             do = "python -m pip install 'optrush[deepspeed]'"
-            raise NeedsError(f"`deepspeed` runs DeepSpeed {LIKE}x", f"version {found}", do)
+            raise NeedsError(f"`deepspeed` runs DeepSpeed {LIKE}x", f"version {version}", do)
         if trainer.precision == torch.float16:
             asked, do = "`deepspeed` detects non-finite updates itself", "take amp:dtype=bf16, or fsdp"
             raise NeedsError(asked, "amp:dtype=fp16, whose loss scale would change twice", do)
@@ -234,7 +234,7 @@ class DeepSpeed(Technique):
         from optrush.trainer import zero
 
         zero.quiet()
-        if trainer.world.device.type == "cpu":  # gloo's collectives; compiling others takes minutes
+        if trainer.world.device.type == "cpu":  # use gloo: compiling other collectives takes minutes
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         half = trainer.precision if trainer.autocast else None

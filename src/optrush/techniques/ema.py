@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights beside them."""
+"""An exponential moving average of the weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from optrush.optim.adamw import Optimizer
 
-STATE = "ema"  # of checkpoints
-MOST_OF_FIRST, LITTLE = 0.1, 0.01  # shares of the averages that the weights before training are
+STATE = "ema"  # name of the state in checkpoints
+MOST_OF_FIRST, LITTLE = 0.1, 0.01  # shares of the initial weights in the averages
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Ema(Technique):
     source = "https://doi.org/10.1137/0330046"
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)
-    searched = False  # gives other weights
+    searched = False  # changes the weights
     averages = True
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
@@ -57,12 +57,12 @@ class Ema(Technique):
     def predict(self, env: Environment) -> Iterator[Rule]:
         if (s := env.shape) is None:
             return
-        why = "an average of each trained weight, float32"
+        reason = "an average of each trained weight, float32"
         parts: tuple[Tag, ...] = ("blocks", "embedding", "norm", "head")
         for part in parts[: 3 if s.tied else 4]:
             of: tuple[Tag, ...] = ("states", "averages", part)
             count = s.layers if part == "blocks" else 1
-            yield like(f"states.{part}", Line(f"ema.{part}", why, 0.5, "wide", "always", blocks=count, of=of))
+            yield like(f"states.{part}", Line(f"ema.{part}", reason, 0.5, "wide", "always", blocks=count, of=of))
         work = WorkItem("update.ema", "averages moved to the weights", "step", values=3.0, role="wide", of=("update",))
         yield like(tagged("weights"), work)
 
@@ -87,7 +87,7 @@ class Ema(Technique):
 
 
 class Averaged:
-    """An optimizer, and the averages of what it steps: one more state of each parameter, with its number of steps."""
+    """An optimizer, and averages of its parameters: one more state per parameter, with its number of steps."""
 
     def __init__(self, inner: Optimizer, trainer: Trainer, decay: float) -> None:
         import torch
@@ -95,10 +95,10 @@ class Averaged:
         self.inner, self.trained, self.decay = inner, trainer.trained, decay
         self.reads_host, self.rounding = inner.reads_host, inner.rounding
         self.averages = [torch.zeros_like(t.local, dtype=torch.float32) for t in self.trained]
-        self.begun = [torch.zeros((), device=t.local.device) for t in self.trained]  # 1: the average is one
+        self.begun = [torch.zeros((), device=t.local.device) for t in self.trained]  # 1: the average has started
 
     def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
-        """Update once, as `Optimizer.step`, and move the averages."""
+        """Update once, like `Optimizer.step`, and update the averages."""
         chosen = range(len(self.trained)) if only is None else only
         for i in chosen:  # before the first update: the weights
             local, average = self.trained[i].local, self.averages[i]
@@ -115,17 +115,17 @@ class Averaged:
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the inner optimizer's states, and the averages."""
         states = self.inner.state()
-        own = zip(self.trained, self.averages, self.begun, strict=True)
-        return {t.name: {**states.get(t.name, {}), STATE: a, f"{STATE}_begun": begun} for t, a, begun in own}
+        entries = zip(self.trained, self.averages, self.begun, strict=True)
+        return {t.name: {**states.get(t.name, {}), STATE: a, f"{STATE}_begun": begun} for t, a, begun in entries}
 
     def put(self) -> None:
-        """Put the averages in place of the weights, for good."""
+        """Replace the weights by the averages permanently."""
         for t, average, begun in zip(self.trained, self.averages, self.begun, strict=True):
             t.local.copy_(average.to(t.local.dtype).where(begun.bool(), t.local))
 
     @contextmanager
     def instead(self) -> Iterator[None]:
-        """Have the averages in place of the weights."""
+        """Replace the weights by the averages within the context."""
         weights = [t.local.clone() for t in self.trained]
         self.put()
         try:

@@ -1,4 +1,4 @@
-"""Expert parallelism: ranks share the experts of each layer, and send rows to the ranks of their experts."""
+"""Expert parallelism: ranks share the experts of each layer, and send tokens to the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ExpertParallel(Technique):
     source = "https://arxiv.org/abs/2006.16668"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.EP})
-    searched = False  # the user decides: what it costs depends on how even routing is, which no plan knows
+    searched = False  # the user decides: its cost depends on how even routing is, which the plan does not know
 
     def axes(self) -> dict[str, int]:
         return {"ep": self.size} if self.over == "data" else {}
@@ -76,16 +76,16 @@ class ExpertParallel(Technique):
         if s is None or s.experts is None:
             return
         e, L, sparse, axis = s.experts, env.blocks, len(s.experts.layers), env.expert_axis
-        why = f"a rank has {e.count // n} of {e.count} experts of a layer"
+        reason = f"a rank has {e.count // n} of {e.count} experts of a layer"
         for kind in ("weights", "gradients", "states"):
-            yield cut(f"{kind}.blocks", axis, 1 / env.blocks_held, why)
-        mine = s.expert_parameters * (1 - 1 / n)  # less than all
-        yield cut("casts.blocks", axis, s.block_matrices / (s.block_matrices - mine), why)
-        yield live("casts", why, times=1 - mine / (s.block_matrices + s.width * s.vocab))
-        if "dp" not in env.sharded:  # else these are of a rank's share already
+            yield cut(f"{kind}.blocks", axis, 1 / env.blocks_held, reason)
+        mine = s.expert_parameters * (1 - 1 / n)  # experts of other ranks
+        yield cut("casts.blocks", axis, s.block_matrices / (s.block_matrices - mine), reason)
+        yield live("casts", reason, times=1 - mine / (s.block_matrices + s.width * s.vocab))
+        if "dp" not in env.sharded:  # else they are counted in a rank's share
             largest, outer = 2 * e.count * s.width * e.ff_width, s.vocab * s.width
-            yield cut("update.loop", axis, max(outer, largest) / max(outer, largest / n), why)
-            yield live(tagged("update"), why, times=1 - mine / s.parameters)
+            yield cut("update.loop", axis, max(outer, largest) / max(outer, largest / n), reason)
+            yield live(tagged("update"), reason, times=1 - mine / s.parameters)
         yield from _fewer(env, s, n)
         k, D = e.active, s.width
         places, share = "the order of received rows, and their weights, 5 k", sparse / L
@@ -96,14 +96,14 @@ class ExpertParallel(Technique):
             saved("arriving", places, sparse * 5 * k, L, "experts", role="wide"),
         )
         if "dp" in env.sharded and not env.blocks_alone:
-            why = "experts are a group of their own in each layer"
-            yield live("gather.launches", why, times=1 + sparse / (L + 2))
-            yield live("gather.reduce.launches", why, times=1 + sparse / (L + 2))
-        why = "row counts, read by the host in each layer before the exchange, once per micro-batch"
-        yield add(WorkItem("counts.reads", why, "micro", reads=float(sparse)))
+            reason = "experts are a group of their own in each layer"
+            yield live("gather.launches", reason, times=1 + sparse / (L + 2))
+            yield live("gather.reduce.launches", reason, times=1 + sparse / (L + 2))
+        reason = "row counts, read by the host in each layer before the exchange, once per micro-batch"
+        yield add(WorkItem("counts.reads", reason, "micro", reads=float(sparse)))
         hosts, entering = env.over_hosts(axis)
         for way in WAYS:
-            # As in the baseline twice what is moved, for rows that are read by number.
+            # Twice the moved bytes, as in the baseline, for gathered rows.
             order, moved = "received rows reordered by local expert, and back", 8.0 * k * D * sparse
             yield add(WorkItem(f"{way}.rows.arriving", order, "token", values=moved, role="product", of=(way,)))
         sent: tuple[tuple[str, tuple[Tag, ...], int, str], ...] = (
@@ -112,11 +112,11 @@ class ExpertParallel(Technique):
             ("backward.rows.links", ("backward", "exchange"), 2,
              "gradients of results to the ranks of their experts, of rows back"),
         )  # fmt: skip
-        for name, of, times, why in sent:
+        for name, of, times, reason in sent:
             each = 1.0 * times * k * D * sparse
             yield add(
                 WorkItem(
-                    name, why, "token", unit="link", values=each * (n - 1) / n, role="product", of=of,
+                    name, reason, "token", unit="link", values=each * (n - 1) / n, role="product", of=of,
                     awaited=True, entering=each * n / hosts * entering, steps=2.0 * times * sparse * (hosts - 1),
                 )
             )  # fmt: skip
@@ -131,19 +131,19 @@ class ExpertParallel(Technique):
 
 
 def _fewer(env: Environment, s: ModelShape, n: int) -> Iterator[Rule]:
-    """Yield the reduction of the data axes' communication, which counts all parameters on all ranks."""
-    why = "a rank's experts, over the ranks with the same ones"
+    """Yield how much less the data axes communicate; they count all parameters on all ranks."""
+    reason = "a rank's experts, over the ranks with the same ones"
 
-    def less(all_: float, ranks: int, part: float) -> float:
-        """Return what is sent as a part of what it would be; `part` is what one rank's copy costs beside the others."""
-        own, same = 1 + part / ranks, 0 if env.blocks_alone else 1 + part / (ranks / n)
-        return ((all_ - s.expert_parameters) * own + s.expert_parameters / n * same) / (all_ * own)
+    def less(values: float, ranks: int, part: float) -> float:
+        """Return the share of the communication that remains; a collective over n ranks costs 1 + `part` / n."""
+        every, same = 1 + part / ranks, 0 if env.blocks_alone else 1 + part / (ranks / n)
+        return ((values - s.expert_parameters) * every + s.expert_parameters / n * same) / (values * every)
 
     if "dp" in env.sharded:
         group = env.gradient_ranks // env.axes.get("rep", 1)
-        yield live("gather.blocks", why, times=less(s.block_parameters, group, -1))
-        yield live("gather.blocks.copied", why, times=less(s.block_parameters, group, 1))
+        yield live("gather.blocks", reason, times=less(s.block_parameters, group, -1))
+        yield live("gather.blocks.copied", reason, times=less(s.block_parameters, group, 1))
     else:
         group = env.gradient_ranks
     if Part.ADAPTERS not in env.claimed:
-        yield live("reduce", why, times=less(s.parameters, group, -1))
+        yield live("reduce", reason, times=less(s.parameters, group, -1))

@@ -10,9 +10,9 @@ from optrush.planner.ledger import WAYS, Line, Role, Rule, Tag, WorkItem, like, 
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 ALL, MLP = ("qkv", "o", "gate_up", "down"), ("gate_up", "down")
-MLP_SHARE = 0.83  # of the blocks' weights, for F = 4 D and K = H / 4
-MULTIPLE = 16  # every length along which the products sum is one of it
-# Of each linear, the ledger's lines that count what enters it and what leaves it, and the share of the line.
+MLP_SHARE = 0.83  # share of the blocks' weights, for F = 4 D and K = H / 4
+MULTIPLE = 16  # the inner sizes of the matmuls are multiples of it
+# By linear: the ledger's lines of its input and its output, and its share of each.
 ENTERS = {"qkv": ("normed", 0.5), "o": ("attended", 1.0), "gate_up": ("normed", 0.5), "down": ("product", 1.0)}
 LEAVES = {"qkv": ("heads", 1.0), "o": ("middle", 1.0), "gate_up": ("gate_up", 1.0), "down": ("middle", 1.0)}
 
@@ -38,7 +38,7 @@ class Fp8(Technique):
     source = "https://arxiv.org/abs/2209.05433"
     numerics = Numerics.DIFFERENT_MATHS
     claims = frozenset({Part.LINEARS})
-    searched = False  # changes what is computed
+    searched = False  # changes the computed values
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         return spec.with_linears(self._chosen, matmul="float8")
@@ -61,11 +61,11 @@ class Fp8(Technique):
         return "fp8 products"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Products at the other rate, and bytes of rounding, assumed: an operand is read twice and written once; an
-        input is transposed later (read and written), a gradient at once; a weight is rounded once a pass."""
-        if Part.ADAPTERS not in env.claimed:  # frozen products keep no input anyway
+        """Yield matmuls at the 8-bit rate, and bytes of rounding, assumed: an operand is read twice and written once;
+        an input is transposed later (read and written), a gradient at once; a weight is rounded once per pass."""
+        if Part.ADAPTERS not in env.claimed:  # matmuls of frozen weights save no input anyway
             yield from self._kept(env)
-        if env.device.kind == "cuda":  # elsewhere the products are float32
+        if env.device.kind == "cuda":  # elsewhere the matmuls are float32
             for way in WAYS:
                 for name in self._chosen:
                     yield live(f"{way}.{name}", "multiplied in 8 bits", unit="product8")
@@ -76,23 +76,23 @@ class Fp8(Technique):
                 )
                 of = env.shape.stream_line if line == "middle" and env.shape is not None else f"saved.{line}"
                 yield like(of, work)
-        why = "weights rounded to 8 bits, in forward and backward pass"
+        reason = "weights rounded to 8 bits, in forward and backward pass"
         share = 1.0 if self.targets == "all" else MLP_SHARE
-        yield like("casts.blocks", WorkItem("fp8.weights", why, "micro", values=11.0 * share))
+        yield like("casts.blocks", WorkItem("fp8.weights", reason, "micro", values=11.0 * share))
 
     def _kept(self, env: Environment) -> Iterator[Rule]:
-        """Inputs that no compiler can recompute, in 8 bits; it recomputes and rounds the others. What enters `o` stays
-        in the products' type, as attention keeps it."""
-        why, again, blocks = "kept in 8 bits", "recomputed and rounded again", env.blocks
+        """Yield inputs that no compiler can recompute, in 8 bits; it recomputes and rounds the others. The input of `o`
+        stays in the matmul dtype, because attention saves it."""
+        reason, again, blocks = "kept in 8 bits", "recomputed and rounded again", env.blocks
         compiled = Part.COMPILED in env.claimed
         product, normed = not compiled or env.spec.mlp != "torch", not compiled or env.spec.norm == "fused"
-        yield live("saved.product", why, role="byte") if product else live("saved.product", again, gone=True)
-        if compiled:  # one block's backward pass makes it, or its gradient, in the products' type
+        yield live("saved.product", reason, role="byte") if product else live("saved.product", again, gone=True)
+        if compiled:  # a block's backward pass computes it, or its gradient, in the matmul dtype
             values = (0.5 if product else 1.0) / blocks  # beyond the 8 bits
             line = Line("feed.again", again, values, "product", "backward", True, side="feed", of=("mlp",))
             yield like("saved.product", line)
         if normed and self.targets == "all":
-            yield live("saved.normed", why, role="byte")
+            yield live("saved.normed", reason, role="byte")
         else:
             yield live("saved.normed", "kept in two widths" if normed else again, gone=True)
         if self.targets == "mlp":
@@ -102,9 +102,9 @@ class Fp8(Technique):
         if compiled:
             yield live("casts.blocks", "rounded from the weights again", gone=True)
             if self.targets == "mlp":
-                why = "copies of the other matrices in the matmul dtype"
+                reason = "copies of the other matrices in the matmul dtype"
                 of: tuple[Tag, ...] = ("casts", "blocks")
-                others = Line("casts.blocks.others", why, 1 - MLP_SHARE, "cast", "saved", blocks=blocks, of=of)
+                others = Line("casts.blocks.others", reason, 1 - MLP_SHARE, "cast", "saved", blocks=blocks, of=of)
                 yield like("casts.blocks", others)
 
     @property

@@ -1,4 +1,4 @@
-"""Parameters that are not trained: whole layers, or those of some names."""
+"""Frozen parameters: whole layers, or parameters by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optrush.planner.frozen import frozen_parameters
 from optrush.planner.ledger import Rule
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer, refuse_unmet
 
-Published = Mapping[str, Collection[str]]  # names in the model's files, by our decoder's name
+Published = Mapping[str, Collection[str]]  # our decoder's name -> names in the model's files
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Freeze(Technique):
     proof = "tests/techniques/test_frozen.py"
     verified_on = ("cpu",)
     claims = frozenset({Part.TRAINED})
-    searched = False  # trains something else
+    searched = False  # changes the trained parameters
     sample = {"layers": "0"}  # noqa: RUF012
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
@@ -54,7 +54,7 @@ class Freeze(Technique):
             yield from self._matching(known, env.shape.tied)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        if env.shape is not None and (known := published_names(env.shape)):  # of others all weights are planned
+        if env.shape is not None and (known := published_names(env.shape)):  # else the plan trains all weights
             yield from frozen_parameters(env, env.shape, set(self._chosen(known)))
 
     def peft(self, trainer: Trainer) -> int:
@@ -74,8 +74,8 @@ class Freeze(Technique):
         if not isinstance(self.layers, str):
             numbers = () if self.layers is None else (self.layers,) if isinstance(self.layers, int) else self.layers
             return [(n, n) for n in numbers]
-        found = [re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part) for part in self.layers.split(",")]
-        return [(int(m[1]), int(m[2] or m[1])) for m in found if m] if all(found) else []
+        matches = [re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part) for part in self.layers.split(",")]
+        return [(int(m[1]), int(m[2] or m[1])) for m in matches if m] if all(matches) else []
 
     def _within(self, blocks: int) -> Iterator[Requirement]:
         """Yield whether `layers` is valid, and its layers exist in the model."""
@@ -99,9 +99,9 @@ class Freeze(Technique):
             yield Requirement(met, asked, found, do)
             for name, pieces in known.items():
                 halves = [piece for piece in pieces if not _matches(pattern, [piece])]
-                whole = not halves or len(halves) == len(pieces) or self._freezes(name, pieces)
+                together = not halves or len(halves) == len(pieces) or self._freezes(name, pieces)
                 found = f"{name} holds {', '.join(_module(p) for p in pieces)} in one tensor, not all named"
-                yield Requirement(whole, asked, found, f"name {', '.join(_module(p) for p in halves)}, too")
+                yield Requirement(together, asked, found, f"name {', '.join(_module(p) for p in halves)}, too")
         chosen = set(self._chosen(known))
         found, do = "every parameter of the model: nothing is left to train", "name fewer"
         yield Requirement(chosen != set(known), "`freeze`", found, do)
@@ -114,30 +114,30 @@ class Freeze(Technique):
         if layer and any(a <= int(layer[1]) <= b for a, b in self._numbers()):
             return True
         patterns = (self.names,) if isinstance(self.names, str) else self.names
-        own = any(_matches(p, [name]) for p in patterns)
-        return own or (bool(pieces) and all(any(_matches(p, [piece]) for p in patterns) for piece in pieces))
+        listed = any(_matches(p, [name]) for p in patterns)
+        return listed or (bool(pieces) and all(any(_matches(p, [piece]) for p in patterns) for piece in pieces))
 
 
 def published_names(shape: ModelShape) -> dict[str, list[str]]:
     """Return the file names of each parameter of our decoder; empty for other models."""
     if shape.family not in FAMILIES:
         return {}
-    spec, found = FAMILIES[shape.family], dict[str, list[str]]()
+    spec, files = FAMILIES[shape.family], dict[str, list[str]]()
     for name, _ in shape.named_parameters():
         module, _, kind = name.rpartition(".")
         _, number, part = [*module.split(".", 2), "", ""][:3]
         layer = f"model.layers.{number}"
         if module in ("embedding", "norm", "head"):
-            found[name] = [{"embedding": "model.embed_tokens.", "norm": "model.norm."}.get(module, "lm_head.") + kind]
+            files[name] = [{"embedding": "model.embed_tokens.", "norm": "model.norm."}.get(module, "lm_head.") + kind]
         elif module.startswith("inputs."):
-            found[name] = [f"model.{LAYER_INPUTS[module.removeprefix('inputs.')]}.{kind}"]
+            files[name] = [f"model.{LAYER_INPUTS[module.removeprefix('inputs.')]}.{kind}"]
         elif part.startswith("delta."):
-            found[name] = [f"{layer}.linear_attn.{part.removeprefix('delta.')}.{kind}"]
+            files[name] = [f"{layer}.linear_attn.{part.removeprefix('delta.')}.{kind}"]
         else:
             last = spec.names.get(part.rpartition(".")[2], ())
             last = last[: len(shape.at(int(number)).parts)] if part == "qkv" else last
-            found[name] = [f"{layer}.{text.format(mlp=spec.feed_forward)}.{kind}" for text in last]
-    return found
+            files[name] = [f"{layer}.{text.format(mlp=spec.feed_forward)}.{kind}" for text in last]
+    return files
 
 
 def _matches(pattern: str, names: Iterable[str]) -> bool:

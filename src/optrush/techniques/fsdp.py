@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2): parameters, gradients and optimizer states are cut over the data axis."""
+"""Fully sharded data parallelism (FSDP2): shard parameters, gradients and optimizer states over the data axis."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from optrush.technique import SUMMED, Environment, Numerics, Part, Requirement, 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# Python of FSDP2 around one gather of a group, and around one reduction, in plain operators as long to start (fitted to
-# micro-batches of one row: benchmarks/results/2xh200-cells.jsonl, 4xh200-cells.jsonl).
+# FSDP2's Python time per gather of a group, and per reduction, in launches of plain operators (fitted to micro-batches
+# of one row: benchmarks/results/2xh200-cells.jsonl, 4xh200-cells.jsonl).
 HOOKS, REDUCTION = 80.0, 30.0
 
 
@@ -66,47 +66,47 @@ class Fsdp(Technique):
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         hosts = env.device.hosts
         for many in (n for n in range(1, hosts + 1) if hosts % n == 0 and n < max(env.ranks, 2)):
-            replicas = {} if many == 1 else {"replicate": many}  # gathers stay within so many hosts less
+            replicas = {} if many == 1 else {"replicate": many}  # gathers stay within fewer hosts
             yield replicas
             yield {"stage": 2, **replicas}
-            if env.scarce and env.rows > env.ranks:  # micro-batches whose gradients else stay whole until the last
+            if env.scarce and env.rows > env.ranks:  # else gradients stay whole until the last micro-batch
                 yield {"sync": "each", **replicas}
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield shards, whole blocks while they run, and communication."""
         n, L = env.gradient_ranks // self.replicate, env.blocks
         blocks = min(L, 2) if self.stage == 3 and Part.PP not in env.claimed else L
-        whole = "a block's weights are whole while it runs, and the next block's ahead of it"
+        gathering = "a block's weights are whole while it runs, and the next block's ahead of it"
         freed = self.stage == 3  # after the forward pass, and again after the backward pass
-        # Kept after the forward pass, a block is cut again when its backward pass is over.
+        # A block kept after the forward pass is resharded after its backward pass.
         during: tuple[str, ...] = ("forward", "backward") if freed else ("forward", "head", "backward, last")
         if Part.PP in env.claimed and not freed:  # another micro-batch may still need it
             during = ()
         shared = 1 - env.blocks_alone
-        yield cut("weights.blocks", "dp", n * env.blocks_held, whole, gathered=blocks * shared, during=during)
+        yield cut("weights.blocks", "dp", n * env.blocks_held, gathering, gathered=blocks * shared, during=during)
         ends = "embedding and head are whole while they are used"
         yield cut(tagged("weights", no=("blocks", "embedding")), "dp", n, ends, gathered=1)
         tied = env.shape is None or env.shape.tied
-        # While a block runs forward that of an untied embedding is cut again, and the head's is not yet gathered.
+        # While a block runs forward, an untied embedding is already resharded, and the head not yet gathered.
         during = ("backward, embedding",) if freed and not tied else ()
         yield cut("weights.embedding", "dp", n, ends, gathered=1, during=during)
-        held = 1 / env.axes.get("tp", 1)  # a rank's part of what its group has
-        if not tied:  # a tied head is gathered with the embedding, where nothing else is in memory yet
-            why = "the head's gather buffer, kept until the next gather"
-            arriving = Line("head.arriving", why, 0.5 * held, "product", "head", of=("loss",))
+        held = 1 / env.axes.get("tp", 1)  # a rank's share of its group's values
+        if not tied:  # a tied head is gathered with the embedding, before activations exist
+            reason = "the head's gather buffer, kept until the next gather"
+            arriving = Line("head.arriving", reason, 0.5 * held, "product", "head", of=("loss",))
             yield like(tagged("weights", no=("blocks",)), arriving)
         reduced = env.accumulation == 1 or self.sync == "each"
         cuts: list[tuple[Tag, str, float]] = [("states", "a rank updates its share", 0)]
         cuts += [("gradients", "reduced as soon as a block has made them", 1)] if reduced else []
-        for kind, why, gathered in cuts:  # of blocks experts may be cut over some of the n ranks already
-            yield cut(tagged(kind, "blocks"), "dp", n * env.blocks_held, why, gathered=gathered * shared)
-            yield cut(tagged(kind, no=("blocks",)), "dp", n, why, gathered=gathered)
+        for kind, reason, gathered in cuts:  # experts may be sharded over some of the n ranks already
+            yield cut(tagged(kind, "blocks"), "dp", n * env.blocks_held, reason, gathered=gathered * shared)
+            yield cut(tagged(kind, no=("blocks",)), "dp", n, reason, gathered=gathered)
         yield live(tagged("casts"), "the gathered weights are cast, without copies", gone=True)
         yield cut("update.loop", "dp", n, "of a rank's share")
         yield live(tagged("update"), "a rank updates its share", times=1 / n)
         share = (n - 1) / n
         times = 2 if self.stage == 3 else 1
-        why = f"weights gathered {'twice' if times == 2 else 'once'} per micro-batch"
+        reason = f"weights gathered {'twice' if times == 2 else 'once'} per micro-batch"
         quantized = any(linear.weight == "quantized" for linear in env.spec.linears.values())
         stored: Role = "stored" if quantized else "product"
         hosts, entering = env.over_hosts("dp", "ep", "cp")
@@ -117,27 +117,27 @@ class Fsdp(Technique):
         moved = "gathered shards copied to the weights, and a shard to the send buffer"
         for match, name, role in parts:
             steps = times * (hosts - 1) * (L if name == "gather.blocks" else 2)
-            work = WorkItem(name, why, "micro", unit="link", values=times * share * held, role=role, of=("gather",))
+            work = WorkItem(name, reason, "micro", unit="link", values=times * share * held, role=role, of=("gather",))
             yield like(match, replace(work, entering=times * entering * held, steps=steps))
             again = 2.0 * times * (1 + 1 / n) * held
             copied = WorkItem(f"{name}.copied", moved, "micro", values=again, role=role, of=("gather",))
             yield like(match, copied)
-        why = "hooks around a gather: shards sent, copied, made parameters, and sharded again"
+        reason = "hooks around a gather: shards sent, copied, made parameters, and sharded again"
         groups = L + 2.0
-        # Twice: before a backward pass they run, too, where nothing is left to gather.
+        # Twice: the hooks also run before a backward pass, even if nothing is left to gather.
         launches = HOOKS * 2 * groups
-        yield add(WorkItem("gather.launches", why, "micro", launches=launches, of=("gather", "launches")))
+        yield add(WorkItem("gather.launches", reason, "micro", launches=launches, of=("gather", "launches")))
         per: Literal["micro", "step"] = "micro" if self.sync == "each" else "step"
-        why, launches = "hooks around a reduction", REDUCTION * groups
-        yield add(WorkItem("gather.reduce.launches", why, per, launches=launches, of=("gather", "launches")))
+        reason, launches = "hooks around a reduction", REDUCTION * groups
+        yield add(WorkItem("gather.reduce.launches", reason, per, launches=launches, of=("gather", "launches")))
         work = WorkItem("reduce", "gradients reduced", per, unit="link", values=share * held, role="gradient")
         work = replace(work, entering=entering * held, steps=(hosts - 1) * L, of=("reduce",))
         yield like(tagged("gradients"), work)
         if self.replicate > 1:
-            why, each = "a rank's share of them, summed over the groups", 2 / n * held
+            reason, each = "a rank's share of them, summed over the groups", 2 / n * held
             hosts, entering = env.over_hosts("rep")
             values = each * (1 - 1 / self.replicate)
-            work = WorkItem("reduce.replicas", why, per, unit="link", values=values, role="gradient", of=("reduce",))
+            work = WorkItem("reduce.replicas", reason, per, unit="link", values=values, role="gradient", of=("reduce",))
             yield like(tagged("gradients"), replace(work, entering=each * entering, steps=2 * (hosts - 1) * L))
 
     def shard(self, trainer: Trainer) -> int:
@@ -150,54 +150,54 @@ class Fsdp(Technique):
         policy = MixedPrecisionPolicy()
         if trainer.autocast:  # the gathered weights are cast once, instead of at every use
             policy = MixedPrecisionPolicy(param_dtype=trainer.precision, reduce_dtype=torch.float32)
-            trainer.autocast = False  # it casts what enters a block
+            trainer.autocast = False  # FSDP casts the inputs of blocks
         cut: dict[str, Any] = {"mesh": trainer.world.shards(), "mp_policy": policy}
         model = trainer.model
         for block in model.blocks.values():
-            whole = {*uncast(block), *self._shard_cut(trainer, block, cut)}
-            fully_shard(block, reshard_after_forward=self.stage == 3, ignored_params=whole, **cut)
+            ignored = {*uncast(block), *self._shard_cut(trainer, block, cut)}
+            fully_shard(block, reshard_after_forward=self.stage == 3, ignored_params=ignored, **cut)
         if model.ties:  # one parameter must be in one group
             fully_shard([model.embedding, model.head], reshard_after_forward=False, **cut)
         else:
             for module in dict.fromkeys((model.embedding, model.head)):
-                if module.weight is not None:  # a stage of a pipeline may be without
+                if module.weight is not None:  # a pipeline stage may have none
                     fully_shard(module, reshard_after_forward=self.stage == 3 and module is not model.head, **cut)
         if (inputs := getattr(model, "inputs", None)) is not None:
             fully_shard(inputs, reshard_after_forward=self.stage == 3, **cut)
         for root in trainer.roots:
             if not isinstance(root, FSDPModule):
                 fully_shard(root, reshard_after_forward=False, **cut)
-        found = (m for root in trainer.roots for m in root.modules() if isinstance(m, FSDPModule))
-        groups = list(dict.fromkeys(found))
+        modules = (m for root in trainer.roots for m in root.modules() if isinstance(m, FSDPModule))
+        groups = list(dict.fromkeys(modules))
         for m in groups:
             m.set_gradient_divide_factor(1.0)  # the contract: collectives sum
-            # Not the scaled sum, which FSDP takes for this factor on NCCL: gloo has none, and with bfloat16 weights the
-            # gradient norm was 0.0 with it and right without (two H200, torch 2.11; the cause is inferred).
+            # Avoid the scaled sum that FSDP uses for this factor on NCCL: gloo has no such sum, and with bfloat16
+            # weights it gave a gradient norm of 0.0, a plain sum the right one (two H200, torch 2.11; inferred cause).
             m.set_force_sum_reduction_for_comms(True)
         self._slots(trainer, groups)
         return len(groups)
 
     def _shard_cut(self, trainer: Trainer, block: nn.Module, cut: dict[str, Any]) -> set[nn.Parameter]:
-        """Shard the modules with parameters that are cut over data axes already, over the others.
+        """Shard modules with parameters that are already sharded over some data axes over the remaining axes.
 
-        What else they have stays whole on every rank, for FSDP shards a module over one mesh: routers of experts.
-        Where no other rank has the same parameters nothing is left to shard, and FSDP would only copy them, each time
-        that it gathers; unless it casts them. Their routers are then sharded with the block.
+        Their other parameters (routers of experts) stay whole on every rank, because FSDP shards a module over one
+        mesh. If no other rank has the same parameters, nothing is left to shard, and FSDP would only copy them at each
+        gather, unless it casts them. Their routers are then sharded with the block.
 
         Returns:
-            The parameters that it leaves as they are.
+            The parameters that stay unchanged.
         """
         from torch.distributed.fsdp import fully_shard
 
         from optrush.trainer.distributed import cut_axes
 
-        found: dict[nn.Module, set[str]] = {}
-        for module in block.modules():  # what contains others comes before them
+        outer_axes: dict[nn.Module, set[str]] = {}
+        for module in block.modules():  # outer modules come first
             axes = {axis for p in module.parameters(recurse=False) for axis in cut_axes(p)} & set(SUMMED)
-            if axes and not any(module in outer.modules() for outer in found):
-                found[module] = axes
+            if axes and not any(module in outer.modules() for outer in outer_axes):
+                outer_axes[module] = axes
         alone = set()
-        for module, axes in found.items():
+        for module, axes in outer_axes.items():
             mesh = trainer.world.shards(*axes)
             assert mesh is not None
             if mesh.size() == 1 and cut["mp_policy"].param_dtype is None:
@@ -213,7 +213,7 @@ class Fsdp(Technique):
         inner, discard, losses = trainer.grad_sync, trainer.zero_grad, trainer.eval_loss
         everyone = trainer.world.flat(*SUMMED)
         assert everyone is not None
-        window = {"open": False}  # between a micro-batch that was not reduced and the one that is
+        window = {"open": False}  # from the first unreduced micro-batch to the reduced one
 
         @contextmanager
         def syncing(last: bool) -> Iterator[None]:
@@ -224,8 +224,8 @@ class Fsdp(Technique):
             with inner(last):
                 yield
             if last:
-                whole = [t.grad for t in trainer.trained if not t.is_sharded and t.grad is not None]
-                sum_together(whole, everyone.get_group())
+                unsharded = [t.grad for t in trainer.trained if not t.is_sharded and t.grad is not None]
+                sum_together(unsharded, everyone.get_group())
             window["open"] = not last
 
         def forget() -> None:
@@ -240,7 +240,7 @@ class Fsdp(Technique):
             return total
 
         @contextmanager
-        def whole() -> Iterator[None]:
+        def gathered() -> Iterator[None]:
             for m in groups:
                 m.unshard()
             try:
@@ -250,4 +250,4 @@ class Fsdp(Technique):
                     m.reshard()
 
         trainer.grad_sync, trainer.zero_grad, trainer.eval_loss = syncing, forget, resharded
-        trainer.whole_weights = whole
+        trainer.whole_weights = gathered

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from optrush.models.experts import Experts
     from optrush.models.shapes import ModelShape
 
-# Of what a block's elementwise operators move beyond what one kernel would (75 D, planner/baseline.py): two norms in
-# float32 with the additions, the rotation of queries and keys, and silu and its product. On a CPU none: torch's own
-# operators do it.
+# Shares of the extra traffic of a block's elementwise operators over one kernel's (75 D, planner/baseline.py): two
+# norms in float32 with the additions, the rotation of queries and keys, silu and its product. 0 on a CPU, where torch's
+# own operators run.
 NORM, ROPE, GATE = 0.4, 0.15, 0.1
 
 
@@ -122,13 +122,13 @@ class FusedKernels(Technique):
         """Yield each kernel's memory, traffic and host time."""
         done = 0.0 if env.device.kind == "cpu" else NORM * self.norm + ROPE * self.rope + GATE * (self.mlp != "none")
         yield live(tagged("elementwise", "fusable"), "by fused kernels", times=1 - done)
-        own = (self.mlp != "none") + 2 * self.norm + self.rope
-        for way in WAYS if own and Part.COMPILED in env.claimed else ():
-            yield add(launched(way, "kernels.launches", f"{own} kernels per block", OURS * own * env.blocks))
+        kernels = (self.mlp != "none") + 2 * self.norm + self.rope
+        for way in WAYS if kernels and Part.COMPILED in env.claimed else ():
+            yield add(launched(way, "kernels.launches", f"{kernels} kernels per block", OURS * kernels * env.blocks))
         if self.norm:
-            why = "inside the kernel, recomputed in the backward pass"
-            yield live("saved.widened", why, gone=True)
-            yield live("saved.normalised", why, gone=True)
+            reason = "inside the kernel, recomputed in the backward pass"
+            yield live("saved.widened", reason, gone=True)
+            yield live("saved.normalised", reason, gone=True)
             yield live("saved.middle", "the sum is saved, in the residual stream's dtype", role="residual")
             yield live("saved.middle.wide", "in the sum", gone=True)
         if self.mlp != "none":
@@ -140,30 +140,30 @@ class FusedKernels(Technique):
                 yield from _adapters(env, env.shape)
 
     def _activation(self, env: Environment) -> Iterator[Rule]:
-        why = "recomputed from gate and up in the backward pass"
-        frozen = Part.ADAPTERS in env.claimed  # and an adapter of `down` may need its input
+        reason = "recomputed from gate and up in the backward pass"
+        frozen = Part.ADAPTERS in env.claimed  # an adapter of `down` may need its input
         routed = env.shape is not None and env.shape.experts is not None  # their weights multiply the activation
         quack = self.mlp == "quack"
         if quack and routed and env.shape is not None and _in_products(env, env.shape):
-            routed = False  # their weights multiply what leaves `down`
+            routed = False  # their weights multiply the output of `down`
             yield from _uncopied()
         kernel = not quack or routed
         recomputed = quack and not routed if frozen or routed else not (Part.LINEARS in env.claimed or _rerun(env))
         adapted = {name for name, linear in env.spec.linears.items() if linear.adapter_rows}
         if recomputed:
-            yield live("saved.product", why, gone=True)
-        if not routed and (recomputed or (frozen and adapted and "down" not in adapted)):  # then it was not kept
-            yield like("saved.product", _in_feed("product", why, env))
-        yield live("saved.gated", why, gone=True)
+            yield live("saved.product", reason, gone=True)
+        if not routed and (recomputed or (frozen and adapted and "down" not in adapted)):  # then it is not saved
+            yield like("saved.product", _in_feed("product", reason, env))
+        yield live("saved.gated", reason, gone=True)
         if kernel:
-            why = "the gradient of the activation, which the kernel reads, F"
-            yield like("saved.product", _in_feed("activation", why, env))
+            reason = "the gradient of the activation, which the kernel reads, F"
+            yield like("saved.product", _in_feed("activation", reason, env))
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         return (("quack-kernels", "kernels"),) if self.mlp == "quack" else ()
 
     def compile_s(self, env: Environment) -> float:
-        return 7.0 if self.mlp == "quack" else 0.0  # a kernel for each form of matmul (H200)
+        return 7.0 if self.mlp == "quack" else 0.0  # one kernel per form of matmul (H200)
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
@@ -172,7 +172,7 @@ class FusedKernels(Technique):
         Nor `quack` for experts if it would replace only their matmuls (no measured gain).
         """
         if env.device.kind == "cpu" or (env.shape is not None and env.shape.gelu):
-            return  # its formulas are for checks there: no gain was measured
+            return  # only for checks there: no gain was measured
         yield {}
         routed = env.shape is not None and env.shape.experts is not None
         if routed and env.shape is not None and not _in_products(env, env.shape):
@@ -180,7 +180,7 @@ class FusedKernels(Technique):
         if env.device.capability == (9, 0) and (env.shape is None or env.shape.other_order is None):
             yield {"mlp": "quack"}
             if Part.ADAPTERS in env.claimed and (s := env.shape) is not None and not s.centred and s.norm == "rms":
-                rope = not (s.qk_norm or s.rotated or s.latent or s.pairs or s.unrotated)  # which `needs` would refuse
+                rope = not (s.qk_norm or s.rotated or s.latent or s.pairs or s.unrotated)  # `needs` rejects these
                 yield {"mlp": "quack", "norm": True, **({"rope": True} if rope else {})}
 
     def recompute(self, trainer: Trainer) -> int:  # the linears are settled here, and nothing is compiled yet
@@ -199,8 +199,8 @@ class FusedKernels(Technique):
             if experts := [block.experts for block in blocks if block.experts is not None]:
                 demand_compilers(self.name, trainer.env.device)
                 if sum(not _set_experts(each) for each in experts):
-                    found = "experts have adapters or quantized weights, share ranks, or weight their inputs"
-                    trainer.notes.append(f"fused-kernels: {found}, so QuACK computes only their matmuls")
+                    cause = "experts have adapters or quantized weights, share ranks, or weight their inputs"
+                    trainer.notes.append(f"fused-kernels: {cause}, so QuACK computes only their matmuls")
         elif self.mlp == "triton":
             demand_compilers(self.name, trainer.env.device)
             dense = [block for block in blocks if block.experts is None]
@@ -215,7 +215,7 @@ class FusedKernels(Technique):
         return len(blocks) * ((self.mlp != "none") + 2 * self.norm + self.rope)
 
     def wrap_step(self, trainer: Trainer) -> int:  # weights have bytes now
-        """Pad frozen weights that are not sharded, and what the products read, for the adapters' matrices."""
+        """Pad unsharded frozen weights, and the inputs of matmuls, for the adapters' matrices."""
         if self.mlp != "quack":
             return 0
         import torch
@@ -224,7 +224,7 @@ class FusedKernels(Technique):
 
         sharded = bool(trainer.env.sharded)
         if Part.ADAPTERS in trainer.env.claimed:
-            self.demand_triton(trainer.env.device, "fused-kernels:mlp=quack")  # its kernel copies them there
+            self.demand_triton(trainer.env.device, "fused-kernels:mlp=quack")  # its kernel makes the copies
         blocks = cast("Iterable[Any]", trainer.model.blocks.values())
         padded = sum(make_room(block, whole=not sharded) for block in blocks)
         if padded and trainer.world.device.type == "cuda":
@@ -273,41 +273,41 @@ def _set_experts(experts: Experts) -> bool:
 
 
 def _in_products(env: Environment, shape: ModelShape) -> bool:
-    """Return whether experts are plain matrices, whole on each rank: as `_set_experts`, without adapters anywhere.
+    """Return whether experts are plain matrices, whole on each rank, like `_set_experts`, but without any adapters.
 
-    Adapters may be of experts, which the description of the blocks does not say.
+    The description of the blocks does not tell whether adapters are on experts.
     """
     e = shape.experts
     plain = e is not None and not (e.biases or e.clamp or e.scaled_input)
     return plain and not env.claimed & {Part.ADAPTERS, Part.LINEARS, Part.EP}
 
 
-def _in_feed(name: str, why: str, env: Environment) -> Line:
-    return Line(f"feed.{name}", why, 1.0 / env.blocks, "product", "backward", True, side="feed", of=("mlp",))
+def _in_feed(name: str, reason: str, env: Environment) -> Line:
+    return Line(f"feed.{name}", reason, 1.0 / env.blocks, "product", "backward", True, side="feed", of=("mlp",))
 
 
 def _uncopied() -> Iterator[Rule]:
-    """Yield that products read the tokens of experts' rows, and the gradients of their sums, by number.
+    """Yield the saved copies: matmuls index the tokens of experts' rows, and the gradients of their sums.
 
-    The rate of products stays as torch's, with which a step is 0.5 % off (one H200: h200-cells-kinds).
+    The rate of matmuls stays torch's; with it the predicted step is 0.5 % off (one H200: h200-cells-kinds).
     """
-    why = "matmuls read tokens by index, without copies"
-    yield live("saved.routed", why, gone=True)
+    reason = "matmuls read tokens by index, without copies"
+    yield live("saved.routed", reason, gone=True)
     yield live("saved.weighed", "weights multiply the output of the down projection", gone=True)
     for way in ("forward", "backward"):
-        yield live(f"{way}.rows", f"{why}: sums alone", times=0.5)
+        yield live(f"{way}.rows", f"{reason}: sums alone", times=0.5)
 
 
 def _hidden(s: ModelShape) -> Iterator[Rule]:
     """Yield the epilogues' traffic that matmuls do not hide: F and 3 F, of 3 F and 6 F (docs/log)."""
     D, F, heads = s.width, s.active_width, 2 * (s.heads + s.kv_heads) * s.head_width
-    why = "of share of the activation's traffic that the matmuls do not hide"
-    yield live("forward.elementwise", why, times=(D + heads + F) / (D + heads + 3 * F))
-    yield live("backward.elementwise", why, times=(D + heads + 3 * F) / (D + heads + 6 * F))
+    reason = "of share of the activation's traffic that the matmuls do not hide"
+    yield live("forward.elementwise", reason, times=(D + heads + F) / (D + heads + 3 * F))
+    yield live("backward.elementwise", reason, times=(D + heads + 3 * F) / (D + heads + 6 * F))
 
 
-# Of each linear, what writes its input and its gradient, and so may pad it. The input of `down` comes from the product
-# before it, which pads; so does the gradient of gate_up.
+# By linear, the operators that write its input and its output's gradient, and so can pad them. The matmul before `down`
+# writes its input with padding, and likewise the gradient of gate_up.
 INPUTS = {"qkv": "norm", "o": "attention", "gate_up": "norm"}
 GRADIENTS = {"qkv": "rope", "o": "norm", "down": "none"}
 
@@ -327,19 +327,19 @@ def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
         for way, writers in zip(WAYS, (INPUTS, GRADIENTS), strict=True):
             if name in writers and (bare or not padding.get(writers[name], False)):
                 n, what = (width, "input") if way == "forward" else (rows, "gradient")
-                why = f"{name}'s {what}, and A x or its gradient"
-                yield add(WorkItem(f"{way}.beside.{name}", why, "token", values=2.0 * L * n, role="product", of=(way,)))
+                msg = f"{name}'s {what}, and A x or its gradient"
+                yield add(WorkItem(f"{way}.beside.{name}", msg, "token", values=2.0 * L * n, role="product", of=(way,)))
             if bare and way == ("forward" if name == "gate_up" else "backward"):
-                why, weight = f"{name}'s weight next to its adapter's", rows * width
+                msg, weight = f"{name}'s weight next to its adapter's", rows * width
                 values, of = 2.0 * L * weight, (way,)
-                moved = WorkItem(f"{way}.beside.weights", why, "micro", values=values, role="product", of=of)
-                yield add(Line(f"working.beside.{way}", why, weight, "product", way), moved)
+                moved = WorkItem(f"{way}.beside.weights", msg, "micro", values=values, role="product", of=of)
+                yield add(Line(f"working.beside.{way}", msg, weight, "product", way), moved)
         room += (rows + many * (name != "gate_up")) * (width + many) - rows * width
     if not (bare or quantized):
-        why = "padding of weights for the matrices of their adapters, in whole tiles"
-        yield add(Line("weights.room", why, L * room, "product", "always", blocks=L, of=("weights", "adapters")))
+        msg = "padding of weights for the matrices of their adapters, in whole tiles"
+        yield add(Line("weights.room", msg, L * room, "product", "always", blocks=L, of=("weights", "adapters")))
 
 
 def _rerun(env: Environment) -> bool:
-    """Return whether blocks run again by operator, up to the last tensor needed: the input of `down`."""
+    """Return whether blocks are recomputed by operator, up to the last tensor needed, the input of `down`."""
     return Part.ACTIVATION_CHECKPOINTING in env.claimed and Part.COMPILED not in env.claimed

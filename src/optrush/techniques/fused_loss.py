@@ -1,4 +1,4 @@
-"""Linear layer and cross-entropy in chunks of tokens: the logits are never held whole."""
+"""Linear layer and cross-entropy in chunks of tokens, without the whole logits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from optrush.errors import NeedsError
 from optrush.planner.ledger import Role, Rule, at_head, head_gradient, like, live, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
-# Logits of a chunk: 4,096 tokens of the largest usual vocabulary, above which no rung got faster; on a CPU 256.
+# Logits per chunk: 4,096 tokens of the largest usual vocabulary, above which no rung got faster; on a CPU 256.
 LOGITS = {"cuda": 1 << 29, "cpu": 1 << 25}
-VOCABULARY = 1 << 17  # where it is not known
-TILE = 128  # rows of a product's tile, of which a chunk is a multiple
-LIGER_CHUNK = 1024  # tokens, about what Liger takes at 16 to 32 thousand of them and the Llama vocabulary
+VOCABULARY = 1 << 17  # if unknown
+TILE = 128  # rows of a matmul's tile; chunks are multiples of it
+LIGER_CHUNK = 1024  # tokens, about Liger's own choice for 16 to 32 thousand tokens and the Llama vocabulary
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class FusedLoss(Technique):
     """
 
     impl: Literal["chunked", "quack", "liger"] = "chunked"
-    chunk: Annotated[int, Field(ge=1)] | None = None  # None: by the vocabulary and the micro-batch
+    chunk: Annotated[int, Field(ge=1)] | None = None  # None: chosen from vocabulary and micro-batch
 
     name = "fused-loss"
     summary = "head and cross-entropy in chunks, without whole logits: chunked, quack, liger"
@@ -70,7 +70,7 @@ class FusedLoss(Technique):
         yield Requirement((self.chunk or TILE) % TILE == 0, asked, found, "take a multiple of 128")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield the logits of a chunk, and of the one before where a micro-batch has several."""
+        """Yield the logits of a chunk, and those of the previous chunk if a micro-batch has several."""
         role: Role
         most = LIGER_CHUNK if self.impl == "liger" else self.tokens(env)
         yield live(tagged("logits"), "of one chunk at a time", most_tokens=most)
@@ -79,27 +79,27 @@ class FusedLoss(Technique):
             yield live(tagged("logits", "fusable"), "done in the matmul's epilogue", gone=True)
             yield live("head.moved", "written and read by matmuls, which hide it", gone=True)
         else:
-            why, values = "the gradients of a chunk's logits and of the one before, 2 V", 2.0
+            reason, values = "the gradients of a chunk's logits and of the one before, 2 V", 2.0
             if env.slots <= most:
-                why, values = "the gradients of the only chunk's logits, V", 1.0
-            yield like("head.logits", at_head("chunk", why, values, "product", most_tokens=most))
-            why = "operators of a chunk, one at a time"
-            yield like("head.logits", at_head("chunk.eager", why, 1.25, "wide", "fusable", most_tokens=most))
+                reason, values = "the gradients of the only chunk's logits, V", 1.0
+            yield like("head.logits", at_head("chunk", reason, values, "product", most_tokens=most))
+            reason = "operators of a chunk, one at a time"
+            yield like("head.logits", at_head("chunk.eager", reason, 1.25, "wide", "fusable", most_tokens=most))
             if env.shape is not None and env.shape.softcap:
-                why = "the slope of the logits' cap, V"
-                yield like("head.logits", at_head("chunk.capped", why, 1.0, "wide", "fusable", most_tokens=most))
+                reason = "the slope of the logits' cap, V"
+                yield like("head.logits", at_head("chunk.capped", reason, 1.0, "wide", "fusable", most_tokens=most))
         if self.impl == "quack" and env.slots <= most:
-            # In the backward pass: what shards of the head arrived in, which is as large, has been freed by then.
+            # In the backward pass: the head's gather buffer, of the same size, has been freed by then.
             role = "cast" if "dp" in env.sharded and not (env.shape is None or env.shape.tied) else "gradient"
             yield head_gradient("the head's gradient, written once, D V", role)
         else:
             yield head_gradient()
 
     def tokens(self, env: Environment) -> int:
-        """Return the tokens of a chunk: as given, else so that chunks of `LOGITS` divide a micro-batch evenly."""
+        """Return the tokens per chunk: as given, else a size near `LOGITS` that divides a micro-batch evenly."""
         if self.chunk is not None:
             return self.chunk
-        logits = LOGITS[env.device.kind] * (2 if self.impl == "quack" else 1)  # which keeps half the bytes of each
+        logits = LOGITS[env.device.kind] * (2 if self.impl == "quack" else 1)  # it stores half the bytes per logit
         most = max(TILE, logits // (env.vocab or VOCABULARY) // TILE * TILE)
         chunks = max(1, -(-env.slots // most))
         return -(-env.slots // (chunks * TILE)) * TILE
@@ -113,7 +113,7 @@ class FusedLoss(Technique):
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield {}
-        if env.device.capability == (9, 0) and env.native:  # a head of another family may have what it refuses
+        if env.device.capability == (9, 0) and env.native:  # heads of other families may be unsupported
             yield {"impl": "quack"}
 
     def loss(self, trainer: Trainer) -> int:
@@ -131,7 +131,7 @@ class FusedLoss(Technique):
         if head.bias is not None or head.scale != 1.0 or head.softcap is not None:
             raise NeedsError(f"`{asked}`", "a head with a bias, a scale or a softcap", "take impl=chunked")
         if self.impl == "quack":
-            V = trainer.env.vocab if head.weight is None else head.weight.shape[0]  # None: elsewhere in a pipeline
+            V = trainer.env.vocab if head.weight is None else head.weight.shape[0]  # None: on another stage
             if V % 128:
                 raise NeedsError(f"`{asked}`", f"a vocabulary of {V}, not a multiple of 128", "take impl=chunked")
             if trainer.precision == torch.float16:

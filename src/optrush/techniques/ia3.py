@@ -1,4 +1,4 @@
-"""IA3: learnt factors of keys, values and the feed-forward part's hidden values of a frozen model."""
+"""IA3: learned factors of keys, values and feed-forward hidden values in a frozen model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from optrush.planner.ledger import Rule, add, saved
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer, refuse_unmet
 
 OURS = ("k_proj", "v_proj", "down_proj")
-# Of families with other names: the targets of PEFT 0.21 (peft/utils/constants.py).
+# For families with other names: the targets of PEFT 0.21 (peft/utils/constants.py).
 OTHERS = (
     ("query_key_value", "dense_4h_to_h"),  # bloom, falcon, gpt_neox
     ("q_proj", "k_proj", "fc2"),  # opt
@@ -44,7 +44,7 @@ class Ia3(Technique):
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/parity/test_peft.py"
     claims = frozenset({Part.TRAINED, Part.ADAPTERS})
-    searched = False  # trains something else
+    searched = False  # changes the trained parameters
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         linears = [linear for linear, _ in ledger.targeted(self._targets(ledger.LINEARS), spec.joined)]
@@ -72,7 +72,7 @@ class Ia3(Technique):
         return Requirement(self._targets(known) != "auto", "`ia3:targets=auto`", found, do)
 
     def _apart(self, linears: Collection[Collection[str]], targets: str | tuple[str, ...]) -> Iterator[Requirement]:
-        """Yield whether each module with a scaled input has that input alone."""
+        """Yield whether each module with a scaled input is the only reader of that input."""
         names = {*ledger.chosen(targets, [n for pieces in linears for n in pieces])} & {*self.feedforward}
         do = "leave it out of feedforward, or take model.implementation: transformers"
         for name, pieces in ((n, p) for n in sorted(names) for p in linears if n in p):
@@ -90,7 +90,7 @@ class Ia3(Technique):
         return "adapters only"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Yield the frozen weights, the trained vectors, and each one's saved linear output."""
+        """Yield the frozen weights, the trained vectors, and the saved linear output of each vector."""
         learnt: list[tuple[int, int]] = []
         known = ledger.names_of(env.shape)
         keep, left, names = set(), 0, {*ledger.chosen(self._targets(known), known)}
@@ -125,7 +125,7 @@ class Ia3(Technique):
             adapted.place(name, linear, adapter, recipe, adapter.fillers())
         if self.init is not None:
             begun = io.load_adapter(self.name, self.init, model, recipe, ())
-            recipe.fillers.update({name: partial(adapted.fill_from, whole) for name, whole in begun.items()})
+            recipe.fillers.update({name: partial(adapted.fill_from, tensor) for name, tensor in begun.items()})
         trainer.adapters_disabled = switch.off if self.init is None else None
         scaled = ", ".join(n for n in names if n in self.feedforward) or "none"
         trainer.fingerprints["adapters"] = f"ia3 of {', '.join(names)}, inputs of {scaled}"

@@ -1,4 +1,4 @@
-"""Batches made by other processes while the device computes."""
+"""Batches prepared by worker processes while the device computes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Loader(Technique):
     summary = "worker processes prepare batches ahead, in page-locked memory"
     source = "https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading"
     numerics = Numerics.EXACT
-    searched = False  # the plan does not price the host's work
+    searched = False  # the plan does not model the host's work
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         if self.pinned:

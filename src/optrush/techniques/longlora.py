@@ -1,4 +1,4 @@
-"""LongLoRA's shifted sparse attention, in training alone."""
+"""LongLoRA's shifted sparse attention, in training only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optrush.technique import Environment, Numerics, Part, Requirement, Techniqu
 if TYPE_CHECKING:
     from torch import Tensor
 
-KERNELS = ("masked", "sdpa")  # which read the documents of each row by their ids
+KERNELS = ("masked", "sdpa")  # kernels that take the document ids of each row
 ELSE = "leave longlora out"
 
 
@@ -39,7 +39,7 @@ class LongLora(Technique):
     source = "https://arxiv.org/abs/2309.12307"
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)
-    searched = False  # changes what is computed
+    searched = False  # changes the computed values
 
     def size(self, env: Environment) -> int:
         """Return G."""
@@ -86,25 +86,25 @@ class LongLora(Technique):
         masked = "masked" in env.spec.attention
         if masked:
             yield live(tagged("heads", "scores"), f"within groups of {G} tokens", gone=True)
-            why, scores = f"probabilities within groups of {G} tokens, H G, in float32", s.heads * G
+            reason, scores = f"probabilities within groups of {G} tokens, H G, in float32", s.heads * G
             yield add(
-                saved("shifted.scores", why, L * scores, L, "heads", role="wide"),
-                saved("shifted.scores.cast", why, L * scores, L, "heads", role="narrowing"),
-                Line("working.shifted", why, 3 * scores, "wide", "backward", True, side="scores", of=("heads",)),
+                saved("shifted.scores", reason, L * scores, L, "heads", role="wide"),
+                saved("shifted.scores.cast", reason, L * scores, L, "heads", role="narrowing"),
+                Line("working.shifted", reason, 3 * scores, "wide", "backward", True, side="scores", of=("heads",)),
             )
         else:
             if packed:
                 yield live("saved.mask", f"within groups of {G} tokens", gone=True)
-            why, many = f"masks within groups of {G} tokens, G per slot", 2 if packed else 1
-            yield add(saved("shifted.mask", why, L * G * many, L, "mask"))
+            reason, many = f"masks within groups of {G} tokens, G per slot", 2 if packed else 1
+            yield add(saved("shifted.mask", reason, L * G * many, L, "mask"))
             if q > kv and not packed:
-                why = "keys and values of the shifted heads repeated for each query head, H - K"
-                yield add(saved("shifted.spread", why, L * (q - kv), L, "heads"))
-        why = "half of the heads in the order of their groups, and the output of both halves"
-        yield add(saved("shifted.heads", why, L * ((q + 2 * kv) / 2 + q), L, "heads"))
+                reason = "keys and values of the shifted heads repeated for each query head, H - K"
+                yield add(saved("shifted.spread", reason, L * (q - kv), L, "heads"))
+        reason = "half of the heads in the order of their groups, and the output of both halves"
+        yield add(saved("shifted.heads", reason, L * ((q + 2 * kv) / 2 + q), L, "heads"))
 
     def model(self, trainer: Trainer) -> int:
-        """Wrap the attention that all blocks have."""
+        """Wrap the attention of all blocks."""
         from optrush.kernels.attention_shifted import shifted
         from optrush.models.decoder import Decoder
 
@@ -114,7 +114,7 @@ class LongLora(Technique):
         inner: Any = blocks[0].attention
 
         def attend(q: Tensor, k: Tensor, v: Tensor, documents: Any) -> Tensor:
-            """One function for all blocks: of one for each, a compiler would make a graph for each."""
+            """Attend in groups; one function for all blocks, because a compiler builds one graph per function."""
             if not model.training:
                 dense: Tensor = inner(q, k, v, documents)
                 return dense

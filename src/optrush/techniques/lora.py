@@ -1,4 +1,4 @@
-"""Low-rank adapters of a frozen model's linears: LoRA, rsLoRA, DoRA, LoRA+, PiSSA and OLoRA."""
+"""Low-rank adapters for a frozen model's linears: LoRA, rsLoRA, DoRA, LoRA+, PiSSA and OLoRA."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Lora(Technique):
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/parity/test_peft.py"
     claims = frozenset({Part.TRAINED, Part.ADAPTERS})
-    searched = False  # trains something else
+    searched = False  # changes the trained parameters
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         low_rank = not (self.dora or self.dropout)
@@ -76,7 +76,7 @@ class Lora(Technique):
 
     @property
     def _removable(self) -> bool:
-        return not self.save and self.init is None  # without an `init` the model is not the one training began with
+        return not self.save and self.init is None  # with an `init`, the model without adapters is not the initial one
 
     @property
     def splits_base(self) -> bool:  # type: ignore[override]
@@ -84,7 +84,7 @@ class Lora(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         targets = ledger.in_mixture(self.targets, env.shape)
-        if env.shape is not None:  # the linears of others are known once the model is built
+        if env.shape is not None:  # other models' linears are known once the model is built
             yield ledger.require_targets(self.name, env, targets)
         if env.native:
             tied = env.shape is not None and env.shape.tied
@@ -109,7 +109,7 @@ class Lora(Technique):
         if self.dtype == "bfloat16":
             yield from self._narrow(env)
         narrow = (Part.WEIGHTS in env.claimed or env.dtype == "bfloat16") and self.dtype == "float32"
-        delta = env.shape is not None and env.shape.delta is not None  # whose layers have a module `norm`
+        delta = env.shape is not None and env.shape.delta is not None  # its layers have a module `norm`
         inside = sorted({*self.save} - {ledger.EMBEDDING, ledger.HEAD, *(() if delta else ("norm",))})
         asked = f"`lora:save=[{', '.join(self.save)}]` over several ranks"
         found = f"{inside[0] if inside else ''} in bf16 with float32 adapters, sharded together"
@@ -124,7 +124,7 @@ class Lora(Technique):
             found = "a technique that gives ranks some of the layers; the first rank publishes all adapters"
             yield Requirement(Part.PP not in env.claimed, asked, found, do)
         elif self.init is not None:
-            trained_with = {  # targets show in its tensors
+            trained_with = {  # without targets, which follow from its tensors
                 "peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.rslora,
                 "use_dora": self.dora,
             }  # fmt: skip
@@ -146,12 +146,10 @@ class Lora(Technique):
         yield from ledger.remarks(self.name, self.targets, shape)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """The frozen model, h = A x of r values a piece and token, and B laid out over all rows."""
+        """Yield the frozen model, h = A x with r values per piece and token, and B laid out over all rows."""
         learnt: list[tuple[int, int]] = []
         keep, r, laid, low, rows, weights, crossed = dict[str, int](), self.rank, 0, 0, 0, 0, 0
-        there = back = entering = (
-            0  # values of a token's rows at experts that the passes read and write for the adapters alone
-        )
+        forward = back = entering = 0  # values per token that the passes read and write for experts' adapters
         targets = ledger.in_mixture(self.targets, env.shape)
         known, traced = ledger.names_of(env.shape), isinstance(env.shape, TracedShape)
         linears = ledger.chosen(ledger.beside(targets) if traced else targets, known)
@@ -169,7 +167,7 @@ class Lora(Technique):
             weights += layers * all_rows * width
             crossed += layers * mine_rank * (all_rows * width + mine_rank * (all_rows + width))
         e = None if env.shape is None else env.shape.mixture
-        sharing = 1 if "dp" in env.sharded else env.expert_ranks  # that sharding cuts over all ranks anyway
+        sharing = 1 if "dp" in env.sharded else env.expert_ranks  # dp shards over all ranks anyway
         for name, width, many in () if env.shape is None else ledger.expert_sizes(env.shape, targets):
             assert e is not None
             here, L, active = e.count // sharing, len(e.layers), e.active
@@ -181,31 +179,31 @@ class Lora(Technique):
             low += L * active * r
             rows += L * active * many
             laid += L * active * r * (many + width)
-            there += L * active * (width + 4 * many)  # x read; B A x written, and added to the product
-            back += L * active * (5 * width + 2 * many)  # likewise to the input's gradient; inputs and gradients again
+            forward += L * active * (width + 4 * many)  # read x; write B A x, and add it to the output
+            back += L * active * (5 * width + 2 * many)  # the same for the input's gradient; read both again
         yield from ledger.predict_frozen(env, self.save, learnt, keep, added=keep, narrow=self.dtype == "bfloat16")
         if not learnt:
             return
         L = env.blocks
-        why = "A x of every adapter, n r values" + (", and the scaled output" if self.dora else "")
+        reason = "A x of every adapter, n r values" + (", and the scaled output" if self.dora else "")
         copies = "A and B in the matmul dtype, B over all rows"
         if entering:
             yield add(saved("enters.experts", "inputs of experts, saved for their adapters", entering, L))
         yield add(
-            saved("low", why, low + rows * self.dora, L, "adapters"),
+            saved("low", reason, low + rows * self.dora, L, "adapters"),
             Line("saved.laid", copies, laid, "product", "saved", blocks=L, of=("saved", "adapters")),
         )
         for way, times in zip(WAYS, (2, 4), strict=True):
-            why = f"{times} per value of A and of B over all rows"
-            yield add(WorkItem(f"{way}.adapters", why, "token", times * laid, of=(way,)))
-        for way, values in zip(WAYS, (there, back), strict=True):
-            why = "rows of the experts, with separate matmuls for adapters"
+            reason = f"{times} per value of A and of B over all rows"
+            yield add(WorkItem(f"{way}.adapters", reason, "token", times * laid, of=(way,)))
+        for way, values in zip(WAYS, (forward, back), strict=True):
+            reason = "rows of the experts, with separate matmuls for adapters"
             if values:
-                yield add(WorkItem(f"{way}.adapters.rows", why, "token", values=values, role="product", of=(way,)))
+                yield add(WorkItem(f"{way}.adapters.rows", reason, "token", values=values, role="product", of=(way,)))
         for way, kernels in zip(WAYS, (3, 7), strict=True):
             factor = OURS if Part.COMPILED in env.claimed else 1.0  # else assumed, not measured
-            why, launches = f"{kernels} kernels per linear", factor * kernels * sum(keep.values())
-            yield add(launched(way, "adapters.launches", why, launches))
+            reason, launches = f"{kernels} kernels per linear", factor * kernels * sum(keep.values())
+            yield add(launched(way, "adapters.launches", reason, launches))
         if self.dora:
             yield from _lengths(env, crossed, weights, rows)
 
@@ -219,7 +217,7 @@ class Lora(Technique):
         known, shape = adapted.known(model, recipe), trainer.env.shape
         chosen_targets = ledger.in_mixture(self.targets, shape)
         targets: str | Sequence[str] = chosen_targets
-        inside, dense = list[str](), list[str]()  # of the experts; of other feed-forward parts beside them
+        inside, dense = list[str](), list[str]()  # experts; other feed-forward parts
         if shape is not None and shape.experts is not None:
             known = [name for name in known if name in ledger.attention_of(known)]
             dense = [name.removeprefix("dense.") for name in ledger.chosen(targets, known) if name in ledger.DENSE]
@@ -230,8 +228,8 @@ class Lora(Technique):
             inside, targets = [*ledger.stacked(self.targets)], ledger.beside(self.targets)
             what = "the routers" if inside else "the stacked matrices"
             trainer.notes.append(f"lora: {what} of the experts stay frozen, without adapters")
-        own = inside if targets is chosen_targets else ()
-        chosen_names = (name for name in ledger.chosen(targets, known) if name not in (*own, *ledger.DENSE))
+        expert_targets = inside if targets is chosen_targets else ()
+        chosen_names = (name for name in ledger.chosen(targets, known) if name not in (*expert_targets, *ledger.DENSE))
         names = (*chosen_names, *dense)
         if names or not inside:
             adapted.check_targets(self.name, model, recipe, names if inside or dense else targets, self.save)
@@ -257,9 +255,9 @@ class Lora(Technique):
             layers = experts.place(model, recipe, inside, switch, settings, trainer.config.seed, spec)
         if self.init is not None and not self.splits_base:
             begun = io.load_adapter(self.name, self.init, model, recipe, trained)
-            for name, whole in begun.items():
-                fills = partial(adapted.fill_over, whole, recipe, name) if name in trained else None
-                recipe.fillers[name] = fills or partial(adapted.fill_from, whole)
+            for name, tensor in begun.items():
+                fills = partial(adapted.fill_over, tensor, recipe, name) if name in trained else None
+                recipe.fillers[name] = fills or partial(adapted.fill_from, tensor)
         trainer.adapters_disabled = switch.off if self._removable else None
         chosen = f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join((*names, *inside))}"
         chosen += ", in bfloat16" if settings.narrow else ""
@@ -269,12 +267,12 @@ class Lora(Technique):
     def _split(
         self, trainer: Trainer, places: list[tuple[str, Linear, list[str]]], names: tuple[str, ...], scaling: float
     ) -> Decomposed:
-        """Make the weight map return what first adapters leave of the chosen weights."""
+        """Make the weight map subtract the initial adapters from the chosen weights."""
         from optrush.peft.decomposed import Decomposed
 
         assert self.init is not None
         recipe = trainer.weight_map
-        modules = [m for _, _, found in places for m in found if ledger.last(m) in names]
+        modules = [m for _, _, targets in places for m in targets if ledger.last(m) in names]
         shapes = {hf: shape for name, _, _ in places for hf, shape in recipe.entries[f"{name}.weight"].hf_shapes()}
         for module in modules:
             if self.rank > min(shape := shapes[f"{module}.weight"]):
@@ -287,27 +285,25 @@ class Lora(Technique):
     def wrap_step(self, trainer: Trainer) -> int:
         from optrush.optim.rates import ScaledRates
 
-        if self.lr_ratio == 1 or trainer.optimizer is None:  # none: an evaluation
+        if self.lr_ratio == 1 or trainer.optimizer is None:  # None: an evaluation
             return 0
-        of = {
-            f"{name}.adapter.{own}" for name, a in io.adapters(trainer.model).items() for own, _ in a.named_parameters()
-        }
+        of = {f"{name}.adapter.{p}" for name, a in io.adapters(trainer.model).items() for p, _ in a.named_parameters()}
         b = {name for name in of if name.endswith((".b", "_b"))}
         trainer.optimizer = ScaledRates(trainer.optimizer, trainer.trained, self.lr_ratio, lambda t: t.name in b)
         return 1
 
 
 def _lengths(env: Environment, crossed: float, weights: float, rows: float) -> Iterator[Rule]:
-    """Yield the work of computing row lengths from weights, and of scaling each token's sums."""
+    """Yield the work of computing row norms of weights, and of scaling each token's sums."""
 
-    def work(name: str, why: str, flop: float = 0.0, values: float = 0.0, role: Role = "product") -> Rule:
-        return add(WorkItem(f"forward.{name}", why, "micro", flop, values=values, role=role, of=("forward",)))
+    def work(name: str, reason: str, flop: float = 0.0, values: float = 0.0, role: Role = "product") -> Rule:
+        return add(WorkItem(f"forward.{name}", reason, "micro", flop, values=values, role=role, of=("forward",)))
 
     yield work("lengths", "W A^T and B (A A^T), the second in float32", 2 * crossed)
     yield work("measured", "W read twice for lengths", values=2 * weights)
-    for way, each, why in zip(WAYS, (2, 4), ("the sum read and written", "both gradients of a matmul"), strict=True):
-        yield add(WorkItem(f"{way}.scaled", why, "token", values=each * rows, role="product", of=(way,)))
+    for way, each, reason in zip(WAYS, (2, 4), ("the sum read and written", "both gradients of a matmul"), strict=True):
+        yield add(WorkItem(f"{way}.scaled", reason, "token", values=each * rows, role="product", of=(way,)))
     if Part.LINEARS in env.claimed:
-        why = "W dequantized once more, for the lengths"
-        yield work("measured.packed", why, values=weights, role="stored")
-        yield work("measured.unpacked", why, values=weights)
+        reason = "W dequantized once more, for the lengths"
+        yield work("measured.packed", reason, values=weights, role="stored")
+        yield work("measured.unpacked", reason, values=weights)

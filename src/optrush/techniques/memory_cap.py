@@ -1,4 +1,4 @@
-"""A smaller card: the process may take no more of the device than one of that size has."""
+"""Simulates a smaller card: limits the process to its memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class MemoryCap(Technique):
     def process(self, env: Environment) -> int:
         import torch
 
-        size_bytes = env.device.memory_bytes  # the card as the run may use it
+        size_bytes = env.device.memory_bytes  # already limited to the run's share
         assert size_bytes is not None
         at = int(os.environ.get("LOCAL_RANK", "0"))
         total_bytes = torch.cuda.get_device_properties(at).total_memory

@@ -1,4 +1,4 @@
-"""Micro-batches that give way: halved where memory runs out, tokens a step unchanged."""
+"""Micro-batches that are halved when memory runs out, with unchanged tokens per step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from optrush.data.batch import Batch
 
-# Parts whose owner changes what a second try of the same window would start from.
+# Parts whose owner changes state within a window, so that it cannot be repeated.
 ONCE = frozenset({Part.UPDATE, Part.CAPTURE})
 
 
@@ -36,13 +36,13 @@ class MicroBatch(Technique):
     source = "https://arxiv.org/abs/1811.06965"
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.MICRO_BATCH})
-    searched = False  # a search finds its micro-batches itself
+    searched = False  # a search chooses micro-batches itself
 
     def wrap_window(self, trainer: Trainer) -> int:
         if trainer.world.ranks > 1 or ONCE & trainer.env.claimed:
             several = trainer.world.ranks > 1
-            why = "several ranks wait for each other" if several else "it cannot be repeated"
-            trainer.notes.append(f"out of memory after step 0 ends the run, resumably: in the middle of a window {why}")
+            msg = "several ranks wait for each other" if several else "it cannot be repeated"
+            trainer.notes.append(f"out of memory after step 0 ends the run, resumably: in the middle of a window {msg}")
             return 1
         Halving(trainer).around()
         return 3
@@ -63,10 +63,10 @@ class Halving:
                 return self.gradients(self._cut(batches), terms)
             except (RuntimeError, MemoryError) as error:
                 reason = self._exhausted(error)
-            self._shrink(reason)  # here, where the error no longer references the window's tensors
+            self._shrink(reason)  # here the error no longer references the window's tensors
 
     def _losses(self, batches: list[Batch]) -> Tensor:
-        sums = {name: metric.clone() for name, metric in self.trainer.metrics.items()}  # an evaluation adds to them
+        sums = {name: metric.clone() for name, metric in self.trainer.metrics.items()}  # evaluation adds to them
         while True:
             try:
                 return self.losses(self._cut(batches))
@@ -86,7 +86,7 @@ class Halving:
         return first_line(error)
 
     def _shrink(self, reason: str) -> None:
-        """Use smaller micro-batches from now on; the run's configuration and a logged event record it."""
+        """Use smaller micro-batches from now on; record it in the run's configuration and as a logged event."""
         import gc
 
         import torch
@@ -96,7 +96,7 @@ class Halving:
         trainer.zero_grad()
         gc.collect()
         if trainer.world.device.type == "cuda":
-            torch.cuda.empty_cache()  # else free memory stays in pieces of the larger size
+            torch.cuda.empty_cache()  # else free memory stays split into the larger size
         trainer.env = dataclasses.replace(trainer.env, micro_rows=rows)
         tokens = rows * trainer.env.seq
         trainer.log_event({"micro_tokens": tokens, "after": reason})

@@ -1,4 +1,4 @@
-"""Muon: the blocks' matrices are stepped along their momentum made orthogonal."""
+"""Muon: step the blocks' matrices along their orthogonalized momentum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optrush.planner.ledger import Rule, WorkItem, add
 from optrush.planner.optimizer import OptimizerSpec, States
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
-ROOM = 1 << 25  # elements of the matrices that are updated at a time: their temporaries are small next to a model
+ROOM = 1 << 25  # elements updated at a time: their temporaries are small next to a model
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Muon(Technique):
     source = "https://kellerjordan.github.io/posts/muon/"
     numerics = Numerics.DIFFERENT_MATHS
     claims = frozenset({Part.OPTIMIZER})
-    searched = False  # another path of the weights
+    searched = False  # changes the weights
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield env.needs_dense("`muon`")
@@ -49,23 +49,23 @@ class Muon(Technique):
         yield env.needs_no_kahan(self.name)
 
     def optimizer_spec(self, env: Environment) -> OptimizerSpec:
-        why = "momenta, and steps before and after the matmuls, one operator at a time"
-        steps = WorkItem("update.steps", why, "step", values=30.0, role="wide")
+        reason = "momenta, and steps before and after the matmuls, one operator at a time"
+        steps = WorkItem("update.steps", reason, "step", values=30.0, role="wide")
         workspace = {}
-        if env.shape is not None:  # float32 steps, and what makes them orthogonal: in bfloat16, on a CPU in float32
+        if env.shape is not None:  # float32 steps, orthogonalization in bfloat16, on a CPU in float32
             width = 3.0 if env.device.kind == "cuda" else 5.0
             workspace = {"blocks": width * at_once(env.shape, alone=Part.UPDATE in env.claimed)}
-        why = "one momentum per parameter; equal shapes are stepped together"
-        return OptimizerSpec(why, {"blocks": States(1.0)}, loop=False, work={"blocks": steps}, workspace=workspace)
+        reason = "one momentum per parameter; equal shapes are stepped together"
+        return OptimizerSpec(reason, {"blocks": States(1.0)}, loop=False, work={"blocks": steps}, workspace=workspace)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Of a model through transformers the sizes are not known here: without its FLOPs and temporaries."""
+        """Yield FLOPs and temporaries; nothing for a model through transformers, whose sizes are unknown here."""
         yield from super().predict(env)
         if (s := env.shape) is not None:
             flop = s.layers * sum(2.0 * r * r * (2 * c + r) for r, c in map(sorted, pieces(s))) * self.iterations
-            why = f"{self.iterations} iterations of three matmuls per matrix"
+            reason = f"{self.iterations} iterations of three matmuls per matrix"
             launches = 35 * 4 * s.layers
-            yield add(WorkItem("update.orthogonal", why, "step", flop=flop, launches=launches, of=("update",)))
+            yield add(WorkItem("update.orthogonal", reason, "step", flop=flop, launches=launches, of=("update",)))
 
     def optimizer(self, trainer: Trainer) -> int:
         import torch
@@ -74,29 +74,29 @@ class Muon(Technique):
         from optrush.optim.muon import Pieces
 
         names = {t.name: t for t in trainer.trained}
-        found = {}
+        matrices = {}
         for name, linear in trainer.model.linears():
             if (t := names.get(f"{name}.weight")) is not None:
-                found[t.name] = Pieces(linear.groups, tuple(rows for _, rows in linear.output_splits))
-        if not found:
+                matrices[t.name] = Pieces(linear.groups, tuple(rows for _, rows in linear.output_splits))
+        if not matrices:
             held = f"no trained linear in the blocks of this {trainer.hf['model_type']} model"
             do = "take --with fused-adamw or --with adam8bit instead"
             raise NeedsError("`muon` orthogonalizes the blocks' matrices", held, do)
         if any(t.local.dtype == torch.bfloat16 for t in trainer.trained):
             self.demand_triton(trainer.env.device)
-        options = {"matrices": found, "momentum": self.momentum, "iterations": self.iterations, "room": ROOM}
+        options = {"matrices": matrices, "momentum": self.momentum, "iterations": self.iterations, "room": ROOM}
         self.set_optimizer(trainer, Optimizer, **options)
-        rest = len(trainer.trained) - len(found)
-        trainer.notes.append(f"muon steps {len(found)} matrices, AdamW the other {rest} parameters")
-        return len(found)
+        rest = len(trainer.trained) - len(matrices)
+        trainer.notes.append(f"muon steps {len(matrices)} matrices, AdamW the other {rest} parameters")
+        return len(matrices)
 
 
 def pieces(s: ModelShape) -> list[tuple[int, int]]:
-    """Rows and columns of the matrices of one block, taken apart."""
+    """Rows and columns of the separate matrices of one block."""
     return [(rows, linear.inputs) for linear in s.linears.values() for rows in linear.joined or linear.pieces.values()]
 
 
 def at_once(s: ModelShape, alone: bool) -> int:
-    """Return the most elements that are updated together: all layers' of a shape, as many as have room, or one."""
+    """Return the most elements updated together: all layers' matrices of a shape, as many as fit in ROOM, or one."""
     stored = [linear.inputs * linear.outputs for linear in s.linears.values()]
     return max(n * (1 if alone else min(s.layers, max(1, ROOM // n))) for n in stored)

@@ -34,7 +34,7 @@ class Neftune(Technique):
     source = "https://arxiv.org/abs/2310.05914"
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)
-    searched = False  # changes what is learnt
+    searched = False  # changes the loss
     draws = True
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
@@ -46,8 +46,8 @@ class Neftune(Technique):
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         if env.shape is not None:
-            why = "noise drawn, and added to the embeddings"
-            yield add(WorkItem("forward.noise", why, "token", values=3 * env.shape.width, role="wide"))
+            reason = "noise drawn, and added to the embeddings"
+            yield add(WorkItem("forward.noise", reason, "token", values=3 * env.shape.width, role="wide"))
 
     def model(self, trainer: Trainer) -> int:
         noise = _Noise(self.alpha, trainer.world.at("tp"))
@@ -57,21 +57,21 @@ class Neftune(Technique):
 
 
 class _Noise:
-    """Two hooks: of the model, which gets the documents, and of its embedding, which gets tokens alone."""
+    """Two hooks: on the model, which receives the documents, and on its embedding, which receives only tokens."""
 
     documents: Documents
 
     def __init__(self, alpha: float, at: int) -> None:
-        """at: this rank's index among ranks that may share the embedded tokens."""
+        """at: this rank's index among ranks that can share the embedded tokens."""
         self.alpha, self.at, self.training = alpha, at, False
 
     def enter(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         self.documents, self.training = inputs[2], model.training
 
     def add(self, _: nn.Module, inputs: tuple[Any, ...], embedded: Tensor) -> Tensor | None:
-        """embedded (B, T, D) -> the same with noise, drawn in float32 from the generator that each step seeds.
+        """Return embedded (B, T, D) with noise, drawn in float32 from the generator that each step seeds.
 
-        Of ranks that share tokens each draws the noise of whole rows, the same everywhere, and adds its part of T.
+        Ranks that share tokens draw the same noise for whole rows, and each adds its part of T.
         """
         import torch
 
@@ -82,5 +82,5 @@ class _Noise:
         size = self.alpha / (tokens * embedded.shape[-1]).float().sqrt()  # (B, T)
         noise = (torch.rand(*ids.shape, embedded.shape[-1], device=embedded.device) * 2 - 1) * size[..., None]
         here = embedded.shape[1]
-        own = noise.narrow(1, self.at * here if here < ids.shape[1] else 0, here)
-        return embedded + own.to(embedded.dtype)
+        local = noise.narrow(1, self.at * here if here < ids.shape[1] else 0, here)
+        return embedded + local.to(embedded.dtype)

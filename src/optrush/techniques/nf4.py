@@ -1,4 +1,4 @@
-"""Weights of the linears and experts under what is trained in 4 bits, as QLoRA has them, or in 8."""
+"""Frozen weights of linears and experts in 4 bits, as in QLoRA, or in 8."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class StoredInBits(Technique):
     numerics = Numerics.DIFFERENT_MATHS
     claims = frozenset({Part.LINEARS})
     wants = frozenset({Part.TRAINED})
-    searched = False  # changes what is computed
+    searched = False  # changes the computed values
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         return spec.with_linears(weight="quantized")
 
     def forms(self) -> tuple[Form, Form | None]:
-        """Return the form of linears, and that of experts if it is another one."""
+        """Return the form of linears, and that of experts if it differs."""
         raise AssertionError("each format is a technique")
 
     def peft(self, trainer: Trainer) -> int:
@@ -96,10 +96,10 @@ class Nf4(StoredInBits):
         if kind != "nf4 in uint8":
             do = "start from the unquantised checkpoint"
             raise ConfigError("`nf4` on weights quantized by bitsandbytes", f"they are {kind}", do)
-        there = bool(stored.get("bnb_4bit_use_double_quant"))
-        if there != self.double:
-            found = f"weights quantized {'with' if there else 'without'} it"
-            raise ConfigError(f"`nf4:double={self.double}`", found, f"use --with nf4:double={str(there).lower()}")
+        doubled = bool(stored.get("bnb_4bit_use_double_quant"))
+        if doubled != self.double:
+            found = f"weights quantized {'with' if doubled else 'without'} it"
+            raise ConfigError(f"`nf4:double={self.double}`", found, f"use --with nf4:double={str(doubled).lower()}")
         del hf["quantization_config"]
         return 1
 

@@ -1,4 +1,4 @@
-"""Activations in host memory between the forward and the backward pass."""
+"""Activations in host memory between forward and backward pass."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OffloadActivations(Technique):
     source = "https://github.com/pytorch/torchtune/blob/main/torchtune/training/_activation_offloading.py"
     numerics = Numerics.EXACT
     claims = frozenset({Part.ACTIVATION_STORAGE})
-    searched = False  # for rows that fit in no other way
+    searched = False  # for rows that do not fit otherwise
     last_resort = True
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
@@ -55,11 +55,11 @@ class OffloadActivations(Technique):
         yield Requirement(Part.CAPTURE not in env.claimed, asked, found, "take one of the two")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        why = f"of {self.keep} blocks, and of one in transit; the others are on the host"
-        yield live(tagged("saved"), why, blocks_on_device=self.keep)
-        yield live("input", why, blocks_on_device=self.keep)
-        if Part.COMPILED in env.claimed:  # autocast's copies stay, a compiled block's are saved like any value
-            yield live(tagged("casts", "blocks"), why, blocks_on_device=self.keep)
+        reason = f"of {self.keep} blocks, and of one in transit; the others are on the host"
+        yield live(tagged("saved"), reason, blocks_on_device=self.keep)
+        yield live("input", reason, blocks_on_device=self.keep)
+        if Part.COMPILED in env.claimed:  # autocast's copies stay; a compiled block saves them like any tensor
+            yield live(tagged("casts", "blocks"), reason, blocks_on_device=self.keep)
 
     def lane(self, trainer: Trainer) -> Lane:
         """Return the copier."""
@@ -90,7 +90,7 @@ class OffloadActivations(Technique):
 
 
 def _check(trainer: Trainer) -> None:
-    """Raise NeedsError if the model is one graph, or if blocks keep outputs that autograd's hooks do not reach."""
+    """Raise NeedsError if the model is one graph, or if blocks save outputs outside autograd's hooks."""
     if trainer.model._compiled_call_impl is not None:
         asked, found = "`offload-activations` moves one block at a time", "the model compiled as one graph"
         raise NeedsError(asked, found, "take compile:scope=blocks")

@@ -1,4 +1,4 @@
-"""The optimizer's states in host memory, a piece of them on the device at a time."""
+"""Optimizer states in host memory, with one piece on the device at a time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from optrush.technique import Environment, Numerics, Part, Requirement, Techniqu
 if TYPE_CHECKING:
     from optrush.optim.paged import Bus
 
-PIECE = 1 << 23  # weights whose states pass at once: of 8 bytes each 64 MiB, enough for the link's full rate (assumed)
-LEAST = 1 << 16  # weights of a parameter, below which its states stay on the device
+PIECE = 1 << 23  # weights whose states are copied at once: 64 MiB at 8 bytes, enough for the link's full rate (assumed)
+LEAST = 1 << 16  # weights of a parameter; states of smaller ones stay on the device
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class PagedStates(Technique):
     source = "https://arxiv.org/abs/2305.14314"
     numerics = Numerics.EXACT
     claims = frozenset({Part.STATES})
-    searched = False  # for what does not fit in any other way
+    searched = False  # for runs that do not fit otherwise
     last_resort = True
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        if Part.ADAPTERS not in env.claimed:  # states of adapters are smaller than what is under way
+        if Part.ADAPTERS not in env.claimed:  # states of adapters are smaller than the pieces in transfer
             yield from super().variants(env)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
@@ -52,7 +52,7 @@ class PagedStates(Technique):
         return OptimizerSpec("on the host", resident=2 * PIECE)
 
     def buses(self, trainer: Trainer) -> tuple[Bus, Bus]:
-        """Return what copies to the device, and what copies from it."""
+        """Return the copiers to the device and from it."""
         from optrush.optim.paged import Registered
 
         return Registered(trainer.world.device), Registered(trainer.world.device)
@@ -64,7 +64,7 @@ class PagedStates(Technique):
         trainer.optimizer_factory = partial(
             Paged, inward=inward, outward=outward, room_bytes=trainer.host_memory.left_bytes, piece=PIECE, least=LEAST
         )
-        return 0  # only what is paged counts
+        return 0  # the count is of paged parameters
 
     def optimizer(self, trainer: Trainer) -> int:
         if Part.OPTIMIZER in trainer.env.claimed:
@@ -78,7 +78,7 @@ class PagedStates(Technique):
         from optrush.optim.paged import Paged
         from optrush.optim.rates import ScaledRates
 
-        if trainer.optimizer is None:  # an evaluation has none
+        if trainer.optimizer is None:  # an evaluation
             return 0
         optimizer = trainer.optimizer.inner if isinstance(trainer.optimizer, ScaledRates) else trainer.optimizer
         if not isinstance(optimizer, Paged):

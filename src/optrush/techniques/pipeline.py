@@ -1,4 +1,4 @@
-"""Pipeline parallelism: ranks hold consecutive blocks, and micro-batches pass through them one after the other."""
+"""Pipeline parallelism: ranks hold consecutive blocks; micro-batches pass through them in sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optrush.planner.ledger import WAYS, Line, Match, Rule, WorkItem, add, cut, 
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 ELSE = "leave pipeline out"
-# torch.distributed.pipelining's schedules: of training, and of forward passes alone, which may be fewer than stages.
+# torch.distributed.pipelining's schedules for training, and for forward passes, which may be fewer than the stages.
 CLASSES = {
     "1f1b": ("1F1B", "GPipe"),
     "interleaved": ("Interleaved1F1B", "Interleaved1F1B"),
@@ -93,9 +93,9 @@ class Pipeline(Technique):
             yield from self._zero_bubble(env)
 
     def in_flight(self, rank: int, accumulation: int) -> float:
-        """Return how many micro-batches of all its blocks a rank keeps at once, for their backward passes."""
+        """Return the number of micro-batches whose activations a rank holds at once, counted over all its blocks."""
         n, m = self.size, accumulation
-        if self.schedule == "interleaved":  # counted in stages, of which it has two
+        if self.schedule == "interleaved":  # counted in its two stages
             rounds = max(1, m // n)
             return min(2 * m, m // rounds + 2 * (n - 1 - rank) + 1) / 2
         return min(m, n - rank if self.schedule == "1f1b" else n)
@@ -103,14 +103,14 @@ class Pipeline(Technique):
     def bubble(self, accumulation: int, others: float = 1.0) -> float:
         """Return the share of a window in which a rank waits for others.
 
-        A stage's backward pass takes as long as two forward passes; of zero-bubble, each of its halves as long as one.
+        A stage's backward pass takes as long as two forward passes; under zero-bubble each half takes as long as one.
 
         Args:
-            others: time of a micro-batch on another rank, on average, over that on this one.
+            others: mean time of a micro-batch on other ranks over that on this one.
         """
         work = {"1f1b": 1, "interleaved": 2, "zero-bubble": 6}[self.schedule] * accumulation
         idle = self.size - 1
-        if self.schedule == "zero-bubble":  # which fills with 2 p - 1 micro-batches
+        if self.schedule == "zero-bubble":  # it fills with 2 p - 1 micro-batches
             idle += max(0, 2 * self.size - 1 - accumulation)
         return others * idle / (work + others * idle)
 
@@ -122,8 +122,8 @@ class Pipeline(Technique):
         begins, ends = 0 in numbers, len(stages) - 1 in numbers
         yield cut(tagged("per-block"), "pp", L / held, f"a rank holds {held} of {L} blocks")
         flight = self.in_flight(rank, m)
-        why = f"{flight:g} micro-batches are in flight"
-        yield live(tagged("per-block"), why, in_flight=flight)
+        reason = f"{flight:g} micro-batches are in flight"
+        yield live(tagged("per-block"), reason, in_flight=flight)
         for way in WAYS:
             yield live(tagged(way), "of a rank's blocks", times=held / L)
         yield from self._ends(env, begins, ends, held / L)
@@ -131,9 +131,9 @@ class Pipeline(Technique):
             return
         D = env.shape.width
         receives, sends = len(numbers) - begins, len(numbers) - ends
-        why = "receive buffers for every micro-batch of a window, D each way"
+        reason = "receive buffers for every micro-batch of a window, D each way"
         yield add(
-            Line("received", why, m * D * (receives + sends), "residual", "always", True),
+            Line("received", reason, m * D * (receives + sends), "residual", "always", True),
             Line("window", "tokens, labels, positions, documents of the other micro-batches", 28 * (m - 1), "byte",
                  "always", True),
             WorkItem("sent.forward", "hidden states to the next stage", "token", unit="link", values=D * sends,
@@ -142,13 +142,13 @@ class Pipeline(Technique):
                      role="residual", awaited=True),
         )  # fmt: skip
         head = head_in_blocks(env)
-        own = held + head * ends
-        share = self.bubble(m, (L + head - own) / (self.size - 1) / own)
-        why = f"{share:.0%} of a window's time: {self.size} ranks, {m} micro-batches, {self.schedule}"
-        yield add(WorkItem("bubble", why, "micro", waiting=share))
+        load = held + head * ends
+        share = self.bubble(m, (L + head - load) / (self.size - 1) / load)
+        reason = f"{share:.0%} of a window's time: {self.size} ranks, {m} micro-batches, {self.schedule}"
+        yield add(WorkItem("bubble", reason, "micro", waiting=share))
 
     def _ends(self, env: Environment, begins: bool, ends: bool, share: float) -> Iterator[Rule]:
-        """Yield the parts of only the first and last stage, and a rank's share of the update."""
+        """Yield the parts that only the first or last stage has, and a rank's share of the update."""
         tied, elsewhere = env.shape is not None and env.shape.tied, "on another rank"
         if not ends:
             yield live(tagged("loss"), elsewhere, gone=True)
@@ -170,7 +170,7 @@ class Pipeline(Technique):
             yield live(match, "of a rank's parameters", times=share)
 
     def _filled(self, env: Environment) -> Requirement:
-        """Return the requirement of as many micro-batches as the schedule takes."""
+        """Return the requirement on the number of micro-batches for the schedule."""
         n, m = self.size, env.accumulation
         rounds = 1 if self.schedule != "interleaved" else max(1, m // n)
         met = m >= n and m % rounds == 0
@@ -185,8 +185,8 @@ class Pipeline(Technique):
     def _zero_bubble(self, env: Environment) -> Iterator[Requirement]:
         asked, do = "`pipeline: schedule: zero-bubble` splits backward passes", "take schedule: interleaved"
         found = "a loss kernel that computes its gradients once, for one pass"
-        one = Part.HEAD in env.claimed or Part.TP in env.claimed  # whose loss is made in chunks, too
-        yield Requirement(not one, asked, found, do)
+        chunked = Part.HEAD in env.claimed or Part.TP in env.claimed  # the loss is computed in chunks
+        yield Requirement(not chunked, asked, found, do)
         found = "a technique that shards weights over data ranks: split backward passes miss some gradients"
         yield Requirement("dp" not in env.sharded, asked, found, f"{do}, or ddp")
         found = "compiled blocks, whose backward passes cannot be split"
@@ -200,7 +200,7 @@ class Pipeline(Technique):
         assert isinstance(model, Decoder), "needs admits no other"
         stages = self.stages(trainer.env)
         mine = {number: stages[number] for number in self.mine(world.at("pp"))}
-        tied = bool(model.ties) and self.schedule != "zero-bubble"  # which has both ends on one rank
+        tied = bool(model.ties) and self.schedule != "zero-bubble"  # its rank 0 has both ends
         parts = pipeline.split_model(model, mine)
         run = pipeline.Pipeline(trainer, parts, len(stages), *CLASSES[self.schedule])
         if tied:
@@ -215,7 +215,7 @@ def head_in_blocks(env: Environment) -> float:
     s = env.shape
     if s is None or env.scored:
         return 0.0
-    head = s.width * s.vocab  # multiplications of a token, as all that follows
+    head = s.width * s.vocab  # multiplications per token, like the values below
     attention = env.seq / 2 * (s.heads * s.head_width + s.attended_width) * s.attention_layers
     return s.layers * head / (s.matrix_parameters - head + attention)
 
@@ -224,9 +224,8 @@ def head_in_blocks(env: Environment) -> float:
 def _balanced(t: Pipeline, blocks: int, head: float) -> tuple[int, ...]:
     """Return the number of blocks of each stage, at least 1.
 
-    The largest sum of a rank is least, where the head counts as `head` blocks of the last stage. Of such splits, the
-    rank that keeps the most saved blocks, over all micro-batches under way, keeps the fewest. Of a rank's two stages
-    the larger one is least.
+    Minimize the largest work of a rank, where the head counts as `head` blocks of the last stage; then the most blocks
+    that a rank saves over all micro-batches in flight; then the larger of a rank's two stages.
     """
     n, each, last = t.size, t.each, t.size * t.each - 1
     rank = next(r for r in range(n) if last in t.mine(r))
@@ -239,10 +238,10 @@ def _balanced(t: Pipeline, blocks: int, head: float) -> tuple[int, ...]:
         able = (r for r in range(n) if held[r] < most[r])
         held[min(able, key=lambda r: ((held[r] + 1) * t.in_flight(r, 2 * n), -r))] += 1
     counts = [0] * (last + 1)
-    for r, whole in enumerate(held):
+    for r, total in enumerate(held):
         first, *second = t.mine(r)
         later = head * (r == rank)
-        counts[first] = min(range(1, whole), key=lambda k: max(k, whole - k + later)) if second else whole
+        counts[first] = min(range(1, total), key=lambda k: max(k, total - k + later)) if second else total
         for number in second:
-            counts[number] = whole - counts[first]
+            counts[number] = total - counts[first]
     return tuple(counts)

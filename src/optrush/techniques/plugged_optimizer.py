@@ -1,4 +1,4 @@
-"""An optimizer of other people: a class of torch.optim, of a file, or of a package."""
+"""A user's optimizer: a class of torch.optim, of a file, or of a package."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PluggedOptimizer(Technique):
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)
     claims = frozenset({Part.OPTIMIZER})
-    searched = False  # another path of the weights
+    searched = False  # changes the weights
     sample = {"use": "torch.optim:Adagrad", "states": 1.0}  # noqa: RUF012
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
@@ -61,6 +61,6 @@ class PluggedOptimizer(Technique):
         weights = sum(t.local.numel() for t in trained)
         kept = sum(s.numel() for states in trainer.optimizer.state().values() for s in states.values() if s.dim())
         if weights and abs(kept / weights - self.states) > 0.1:
-            found = f"it keeps {kept / weights:.3g} values per weight, and the plan counts {self.states:g}"
-            trainer.notes.append(f"{what}: {found}: write `states: {kept / weights:.3g}`")
+            fact = f"it keeps {kept / weights:.3g} values per weight, and the plan counts {self.states:g}"
+            trainer.notes.append(f"{what}: {fact}: write `states: {kept / weights:.3g}`")
         return 1

@@ -1,4 +1,4 @@
-"""Activations in 8 bits between the forward and the backward pass."""
+"""Activations in 8 bits between forward and backward pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class QuantisedActivations(Technique):
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)
     claims = frozenset({Part.ACTIVATION_STORAGE})
-    searched = False  # changes the gradient
+    searched = False  # changes the gradients
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         asked = "`quantised-activations` works on our own decoder"
@@ -55,22 +55,22 @@ class QuantisedActivations(Technique):
         return "activations in 8 bits"
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Codes for all lines of a block but those of attention; float32 copies of what is narrower are not kept."""
-        why = "kept in 8 bits, with a scale per 256 values"
-        yield live("input", why, role="code")
-        yield live(tagged("saved", "per-token", no=("heads", "mask", "adapters", "widened")), why, role="code")
-        if Part.ATTENTION not in env.claimed:  # else a kernel keeps its output
-            yield live("saved.attended", why, role="code")
+        """Yield codes for all lines of a block except attention's; float32 copies of narrower values are not saved."""
+        reason = "kept in 8 bits, with a scale per 256 values"
+        yield live("input", reason, role="code")
+        yield live(tagged("saved", "per-token", no=("heads", "mask", "adapters", "widened")), reason, role="code")
+        if Part.ATTENTION not in env.claimed:  # else a kernel saves its output
+            yield live("saved.attended", reason, role="code")
         for copies in (tagged("widened"), "saved.middle.wide"):
             yield live(copies, "the copy is what is rounded", gone=True)
         if env.shape is None:
             return
         F, L = env.shape.ff_width, env.blocks
-        why = "one operator's inputs, dequantized, 2 F"
-        yield add(Line("feed.again", why, 2 * F, "product", "backward", True, side="feed", of=("mlp",)))
-        for way, values in zip(WAYS, (28.0, 14.0), strict=True):  # of all lines, for each of gate and up
-            why = "saved values quantized or dequantized by several operators"
-            work = WorkItem(f"{way}.rounded", why, "token", values=values, role="wide", of=(way,))
+        reason = "one operator's inputs, dequantized, 2 F"
+        yield add(Line("feed.again", reason, 2 * F, "product", "backward", True, side="feed", of=("mlp",)))
+        for way, values in zip(WAYS, (28.0, 14.0), strict=True):  # all lines, per value of gate and up
+            reason = "saved values quantized or dequantized by several operators"
+            work = WorkItem(f"{way}.rounded", reason, "token", values=values, role="wide", of=(way,))
             yield like("saved.gate_up", work)
             launches = (16.0 if way == "forward" else 8.0) * 12 * L
             yield add(launched(way, "rounded.launches", "of 12 tensors per block", launches))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from optrush.trainer.packed_links import PackedGather
 
-CODE = 1 + 4 / 256  # bytes a value: a code, and a 256th of a float32 scale
+CODE = 1 + 4 / 256  # bytes per value: a code, and a 256th of a float32 scale
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class QuantisedLinks(Technique):
     numerics = Numerics.DIFFERENT_MATHS
     verified_on = ("cpu",)
     claims = frozenset({Part.LINKS})
-    searched = False  # changes what is computed
+    searched = False  # changes the computed values
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         met = self.weights != "none" or self.gradients != "none"
@@ -73,20 +73,20 @@ class QuantisedLinks(Technique):
         """Yield the codes sent for the blocks, their buffers, and the operators that compute them."""
         each = 1.0 / env.blocks
         if self.weights != "none":
-            why = "matrices in codes, and a scale per 256 of them"
-            yield live("gather.blocks", why, role="code")
-            yield live("gather.blocks.copied", f"{why}, quantized and dequantized by several operators", times=4)
+            reason = "matrices in codes, and a scale per 256 of them"
+            yield live("gather.blocks", reason, role="code")
+            yield live("gather.blocks.copied", f"{reason}, quantized and dequantized by several operators", times=4)
             for way in ("forward", "backward"):
                 line = Line(f"gather.codes.{way}", "a block's received codes", each, "code", way)
                 yield like("weights.blocks", line)
         if self.gradients != "none" and env.shape is not None:
             wide = 4.0 if env.dtype == "float32" and Part.WEIGHTS not in env.claimed else 2.0
             share = env.shape.block_parameters / env.shape.parameters
-            why = "gradients of blocks in codes, and a scale per 256 of them"
-            yield live("reduce", why, times=(share * CODE + (1 - share) * wide) / wide)
+            reason = "gradients of blocks in codes, and a scale per 256 of them"
+            yield live("reduce", reason, times=(share * CODE + (1 - share) * wide) / wide)
             yield like("gradients.blocks", Line("reduce.codes", "sent and received, 2", 2 * each, "code", "backward"))
-            why = "gradients quantized, dequantized and summed by several operators"
-            yield like("gradients.blocks", WorkItem("reduced.rounded", why, "step", values=12.0, role="wide"))
+            reason = "gradients quantized, dequantized and summed by several operators"
+            yield like("gradients.blocks", WorkItem("reduced.rounded", reason, "step", values=12.0, role="wide"))
 
     def shard(self, trainer: Trainer) -> int:
         from torch.distributed.fsdp import FSDPModule

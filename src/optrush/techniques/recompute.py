@@ -1,4 +1,4 @@
-"""Activation checkpointing: drop what a block saved, and run it again in the backward pass."""
+"""Activation checkpointing: drop a block's saved tensors, and recompute it in the backward pass."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class Recompute(Technique):
             chosen += again
 
         def recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # A block, or its forward. Not getattr(call, "__self__", call), which of a forward returns the forward
-            # again where torch 2.11 compiles it: nothing would be recomputed, silently.
+            # A block, or its forward. Not getattr(call, "__self__", call): compiled by torch 2.11, it returns the
+            # forward itself, and nothing would be recomputed, silently.
             block = call if isinstance(call, nn.Module) else call.__self__  # type: ignore[attr-defined]
             if not block.runs_again:
                 return through(call, *args, **kwargs)
-            # Only the hidden states are an argument: a compiler guards on every field of arguments, and would compile
-            # again for every value of `Documents.longest`. The hidden states are not enclosed, as what is enclosed
-            # stays on the device even where saved tensors are moved.
+            # Only the hidden states are an argument: a compiler guards on every field of arguments, and would recompile
+            # for every value of `Documents.longest`. The hidden states are not captured, because captured tensors stay
+            # on the device even if saved tensors are offloaded.
             states, *rest = args
 
             def run(states: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rotary positions of another base or scale, so that a model reads longer rows than it was pre-trained on."""
+"""Rotary positions with another base or scale, for rows longer than those of pre-training."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Rope(Technique):
             hf["max_position_embeddings"] = round(hf["max_position_embeddings"] * self.factor)
         if theta is not None:
             scaled["rope_theta"] = theta
-        for key in ("rope_scaling", "rope_theta"):  # as transformers 4 writes it; 5 reads and writes one mapping
+        for key in ("rope_scaling", "rope_theta"):  # keys of transformers 4; version 5 has one mapping
             hf.pop(key, None)
         hf["rope_parameters"] = scaled
         return 1

@@ -1,4 +1,4 @@
-"""How documents are laid out in rows: four kinds of one technique, each with its layout of data/packing.py."""
+"""Layouts of documents in rows: four kinds of one technique, each with its layout of data/packing.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optrush.errors import ConfigError
 from optrush.planner.ledger import Rule, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
-Window = Annotated[int, Field(ge=1)]  # samples that are laid out together
+Window = Annotated[int, Field(ge=1)]  # samples laid out together
 
 
 class LayoutTechnique(Technique):
@@ -23,11 +23,11 @@ class LayoutTechnique(Technique):
     verified_on: ClassVar[tuple[str, ...]] = ("cpu",)
     claims = frozenset({Part.BATCH_LAYOUT})
     searched = False  # packing fills rows better
-    padding: ClassVar[tuple[float, str]]  # the share of it that is left, of one document a row, and why
+    padding: ClassVar[tuple[float, str]]  # (share that remains of the padding with one document per row, reason)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        share, why = self.padding
-        yield live("padding", why, times=share)
+        share, reason = self.padding
+        yield live("padding", reason, times=share)
 
     def data(self, trainer: Trainer) -> int:
         from optrush.data.packing import LAYOUTS

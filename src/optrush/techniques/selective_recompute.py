@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: keep what is dear to compute, and compute the cheap rest again."""
+"""Selective activation checkpointing: save expensive outputs, and recompute the cheap rest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pydantic import Field
 from optrush.planner.ledger import Rule, like, live, saved, tagged
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
-# Operators by how their "namespace::name" begins, so that a kernel's own operator need not be imported.
+# Operators by prefix of their "namespace::name", so that a kernel's operator need not be imported.
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
-WITH_GATE = "optrush::gated"  # QuACK's first feed-forward product; its backward's name begins alike
+WITH_GATE = "optrush::gated"  # QuACK's first feed-forward matmul; its backward has the same prefix
 ATTENTION = (
     "aten::_scaled_dot_product_", "aten::_flash_attention_forward", "aten::_efficient_attention_forward",
     "torch_attn::_varlen_attn", "optrush::flash4",
@@ -73,19 +73,19 @@ class SelectiveRecompute(Technique):
         yield Requirement(self.ops == "attention" or Part.ADAPTERS not in env.claimed, asked, found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Discarded tensors exist in one block at a time; their operators run twice. Names: the baseline's."""
+        """Yield discarded tensors of one block at a time, and their operators twice, under the baseline's names."""
         if self.budget is not None:
             yield from _by_budget(self.budget, env)
             return
-        why = "saved by one block at a time, while it is recomputed"
+        reason = "saved by one block at a time, while it is recomputed"
         again = "these operators of the forward pass run twice"
         if self.ops == "attention":
-            # Assumed, not measured: where rows of experts arrived is kept.
-            yield live(tagged("saved", no=("attention-output",), but="saved.arriving"), why, recomputed=1.0)
+            # Assumed, not measured: the received rows of experts are saved.
+            yield live(tagged("saved", no=("attention-output",), but="saved.arriving"), reason, recomputed=1.0)
             yield live(tagged("forward", no=("attention", "scores"), but="forward.down"), again, times=2)
         else:
             kept = "saved.normed" if _keeps_received(env) else ""
-            yield live(tagged("saved", no=("attention-output", "product-output"), but=kept), why, recomputed=1.0)
+            yield live(tagged("saved", no=("attention-output", "product-output"), but=kept), reason, recomputed=1.0)
             yield from _cheap_again(env, again, exchanged=_keeps_received(env))
             yield live("forward.launches", again, times=1.5)
             if Part.TP in env.claimed and not _keeps_received(env):
@@ -93,9 +93,9 @@ class SelectiveRecompute(Technique):
                 yield live("saved.middle", kept, gone=True)
                 stream = "saved.middle" if env.shape is None else env.shape.stream_line
                 yield like(stream, saved("added", kept, 1.0, env.blocks, "product-output"))
-        if Part.COMPILED in env.claimed:  # else autocast holds the copies until the loss is there
+        if Part.COMPILED in env.claimed:  # else autocast holds the copies until the loss is computed
             yield live(tagged("casts", "blocks"), "compiled blocks cast their weights again", recomputed=1.0)
-        if Part.ATTENTION not in env.claimed:  # plain products, which are not kept
+        if Part.ATTENTION not in env.claimed:  # plain matmuls, which are not saved
             for work in ("attention", "scores"):
                 yield live(tagged("forward", work), "attention by plain matmuls runs twice", times=2)
 
@@ -105,7 +105,7 @@ class SelectiveRecompute(Technique):
         yield {"ops": "attention"}
 
     def recompute(self, trainer: Trainer) -> int:
-        """By operator: inside the block, so that it is compiled too."""
+        """Recompute by operator: inside the block, so that it is compiled too."""
         if self.budget is not None:
             return 0
         from types import MethodType
@@ -116,9 +116,9 @@ class SelectiveRecompute(Technique):
         of_matmuls = self.ops != "attention"
         contexts = _kept(_products(blocks.values()) if of_matmuls else 0, of_matmuls and _keeps_received(trainer.env))
         for block in blocks.values():
-            block.keeps_outputs = True  # type: ignore[assignment]  # not among what autograd saves, unless compiled
+            block.keeps_outputs = True  # type: ignore[assignment]  # outside autograd's saved tensors, unless compiled
 
-        # All but the hidden states is enclosed, as a compiler guards on every field of arguments.
+        # All but the hidden states are captured, because a compiler guards on every field of arguments.
         if not trainer.env.native:  # the slot is inside a block's forward
 
             def selective(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -137,12 +137,12 @@ class SelectiveRecompute(Technique):
             return checkpoint(run, x, use_reentrant=False, context_fn=contexts)
 
         for block in blocks.values():
-            # One function bound to each block: of a closure for each, a compiler would make a graph for each.
+            # One function bound to each block: a compiler would build a graph for each closure.
             block.forward = MethodType(forward, block)
         return len(blocks)
 
     def wrap_step(self, trainer: Trainer) -> int:
-        """By budget: around the compiled block, whose graph is split in two at its first call."""
+        """Recompute by budget: around the compiled block, whose graph is split in two at its first call."""
         if self.budget is None:
             return 0
         changed = 0
@@ -154,10 +154,10 @@ class SelectiveRecompute(Technique):
 
 
 def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
-    """Rules for a budget: the partitioner keeps an operator's output whole or not at all.
+    """Yield rules for a budget: the partitioner saves an operator's output whole or not at all.
 
-    It is assumed to keep the dearest set of three that fits, what the feed-forward part adds to if there is room for
-    all, and whole scores (which at some budgets it does not).
+    It is assumed to save the most expensive fitting set of three outputs, the stream before the feed-forward part if
+    there is room for all, and whole scores (which it does not at some budgets).
     """
     shape = env.shape
     if (
@@ -167,11 +167,11 @@ def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
         yield live(tagged("saved"), f"of all but {budget:g}, kept by one block at a time", recomputed=1 - budget)
         yield live(tagged("forward", "elementwise"), "elementwise operators run again first", times=1 + cheap)
         dear = max(0.0, 1 - 1.5 * budget)
-        why = "matmuls and attention, if that is not enough"
-        yield live(tagged("forward", no=("elementwise", "launches")), why, times=1 + dear)
+        reason = "matmuls and attention, if that is not enough"
+        yield live(tagged("forward", no=("elementwise", "launches")), reason, times=1 + dear)
         return
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_width
-    # Values a token, FLOP a token (attention's of T = 4 D), and the work that runs again without them.
+    # Values per token, FLOP per token (attention's for T = 4 D), and the work recomputed without them.
     outputs = {
         "heads": (heads, 2 * shape.width * heads, "qkv"),
         "attended": (shape.heads * shape.head_width, 8 * shape.width**2, "scores"),
@@ -182,14 +182,14 @@ def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
     room = budget * (all_three + cheap)
     sets = [kept for n in range(4) for kept in combinations(outputs, n) if sum(outputs[k][0] for k in kept) <= room]
     kept = max(sets, key=lambda names: sum(outputs[k][1] for k in names))
-    why = "saved by one block at a time, while it is recomputed"
+    reason = "saved by one block at a time, while it is recomputed"
     cheap_to_make = tagged(
         "saved", no=("product-output", "attention-output", "scores", "mask"), but="saved.middle.wide"
     )
-    yield live(cheap_to_make, why, recomputed=1.0)
-    if all_three + shape.width > room:  # for what the feed-forward part adds to, too
+    yield live(cheap_to_make, reason, recomputed=1.0)
+    if all_three + shape.width > room:  # room for the stream before the feed-forward part, too
         for line in ("saved.middle", "saved.middle.wide"):
-            yield live(line, why, recomputed=1.0)
+            yield live(line, reason, recomputed=1.0)
     yield from _cheap_again(env, "elementwise operators run twice", exchanged=False)
     for name, (_, _, work) in outputs.items():
         if name not in kept:
@@ -197,9 +197,9 @@ def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
             yield live(f"forward.{work}", "runs twice", times=2)
 
 
-def _cheap_again(env: Environment, why: str, exchanged: bool) -> Iterator[Rule]:
-    """Yield that all runs again but products and attention; `exchanged`: and but communication."""
-    yield live(tagged("forward", "elementwise"), why, times=2)
+def _cheap_again(env: Environment, reason: str, exchanged: bool) -> Iterator[Rule]:
+    """Yield the recomputation of all operators except matmuls and attention; `exchanged`: and collectives."""
+    yield live(tagged("forward", "elementwise"), reason, times=2)
     if env.claimed & {Part.TP, Part.CP} and not exchanged:
         yield live(tagged("forward", "exchange"), "communication around saved matmuls is repeated", times=2)
 
@@ -210,7 +210,7 @@ def _keeps_received(env: Environment) -> bool:
 
 
 def _products(blocks: Any) -> float:
-    """Return how many products of a block are kept: all but the last; where linears are of another kind, all."""
+    """Return the number of saved matmuls per block: all but the last; all if some linears are not plain."""
     from torch import nn
 
     count = max(sum(isinstance(m, nn.Linear) for m in block.modules()) for block in blocks)
@@ -226,10 +226,10 @@ def _kept(products: float, received: bool = False) -> Callable[[], Any]:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     class Policy:
-        """Counts the products of one pass through one block: torch 2.11 calls it in the second pass too."""
+        """Count the matmuls of one pass through one block: torch 2.11 calls it in the second pass too."""
 
         def __init__(self) -> None:
-            self.seen = {False: 0, True: 0}  # the first time, and again
+            self.seen = {False: 0, True: 0}  # first pass, second pass
 
         def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             name = op.name()
@@ -252,7 +252,7 @@ def _within(budget: float, compiled: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return compiled(*args, **kwargs)
-        with config.patch(activation_memory_budget=budget):  # at each call, as any may compile again
+        with config.patch(activation_memory_budget=budget):  # at each call, because any may recompile
             return compiled(*args, **kwargs)
 
     return call

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the matrices of blocks, embedding and head are cut over ranks that work on the same rows."""
+"""Tensor parallelism: shard the matrices of blocks, embedding and head over ranks that work on the same rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TensorParallel(Technique):
     numerics = Numerics.SAME_MATHS
     claims = frozenset({Part.TP})
     shards = frozenset({"tp"})
-    searched = False  # where nothing else fits, or a step has fewer rows than ranks
+    searched = False  # for runs that do not fit otherwise, or with fewer rows per step than ranks
 
     def axes(self) -> dict[str, int]:
         return {"tp": self.size}
@@ -59,9 +59,9 @@ class TensorParallel(Technique):
         yield env.needs_dense("`tensor` shards the matmuls of a block")
         sinks = s is not None and s.sinks
         yield Requirement(not sinks, "`tensor` shards attention heads", "attention sinks, one per head", ELSE)
-        whole = s is not None and s.whole_qk_norm
+        across = s is not None and s.whole_qk_norm
         found = "norms of queries and keys across all heads"
-        yield Requirement(not whole, "`tensor` shards attention heads", found, ELSE)
+        yield Requirement(not across, "`tensor` shards attention heads", found, ELSE)
         uneven = "" if s is None else next((f"{many:,} {what}" for what, many in _sizes(s) if many % n), "")
         asked = f"`tensor: size: {n}` gives each rank an equal share"
         yield Requirement(not uneven, asked, uneven, f"take a size that divides, or {ELSE}")
@@ -103,19 +103,19 @@ class TensorParallel(Technique):
         yield from _loss(env)
         if self.sequence:
             yield cut(tagged("stream"), "tp", n, "a rank's share of the tokens")
-        for way in WAYS:  # the host starts as many kernels
+        for way in WAYS:  # the host launches the same number of kernels
             cut_too = tagged(way, no=("launches",), but=f"{way}.links")
             yield live(cut_too, "only the rows or columns of this rank", times=1 / n)
         yield live(tagged("loss"), "only the vocabulary of this rank", times=1 / n)
         yield live(tagged("update"), "a rank updates its share", times=1 / n)
         hosts, entering = env.over_hosts("tp")
-        why = "the residual stream, gathered and reduced around attention and MLP"
-        for way, ends in zip(WAYS, (0, 4), strict=True):  # what the ends of the model send is never computed again
+        reason = "the residual stream, gathered and reduced around attention and MLP"
+        for way, ends in zip(WAYS, (0, 4), strict=True):  # the ends' communication is never repeated
             calls = 4 * L + ends
-            # Without sequence one sum instead of a gather and a scatter.
+            # Without sequence, one all-reduce instead of a gather and a scatter.
             started = COLLECTIVE_LAUNCHES * calls / (1 if self.sequence else 2)
             yield add(
-                WorkItem(f"{way}.links", why, "token", unit="link", values=calls * D * (n - 1) / n, role="product",
+                WorkItem(f"{way}.links", reason, "token", unit="link", values=calls * D * (n - 1) / n, role="product",
                          of=(way, "exchange"), awaited=True, entering=calls * D * entering,
                          steps=calls * (hosts - 1.0)),
                 ledger.launched(way, "links.launches", "the host starts collectives", started, "exchange"),
@@ -129,14 +129,14 @@ class TensorParallel(Technique):
         return split_model(trainer.model, self._axis(trainer))
 
     def loss(self, trainer: Trainer) -> int:
-        """Shard the chosen loss kernel over the vocabulary: the owner of the head comes first."""
+        """Shard the chosen loss kernel over the vocabulary; the owner of the head runs before."""
         from optrush.kernels.cross_entropy import across_ranks
         from optrush.models.decoder import Decoder
         from optrush.models.tensor_parallel import vocabulary
 
         model = trainer.model
         assert isinstance(model, Decoder), "needs admits no other"
-        if model.head.weight is not None:  # a stage of a pipeline may be without
+        if model.head.weight is not None:  # a pipeline stage may have none
             model.head.nll = across_ranks(model.head.nll, vocabulary(model, self._axis(trainer)))
         return 1
 
@@ -153,7 +153,7 @@ class TensorParallel(Technique):
 
         def forward_backward(batches: list[Batch], terms: float | torch.Tensor) -> torch.Tensor:
             mean = inner(batches, terms)
-            sum_together([t.grad for t in partial if t.grad is not None], axis.group)  # of norms: small
+            sum_together([t.grad for t in partial if t.grad is not None], axis.group)  # norms': small
             return mean
 
         trainer.forward_backward = forward_backward
@@ -171,12 +171,12 @@ def _loss(env: Environment) -> Iterator[Rule]:
     if env.teacher is not None or env.scored:
         return
     yield live(tagged("loss", "fusable"), "of another loss", gone=True)
-    why = "logits, exponentials and three terms of their gradient in float32, and a mask, at once, 5.25 V"
-    # Less one of the two gradients in the products' type that a chunk counts, which is not there yet.
+    reason = "logits, exponentials and three terms of their gradient in float32, and a mask, at once, 5.25 V"
+    # Without one of a chunk's two gradients in the matmul dtype, which does not exist yet.
     values = 4.75 if Part.HEAD in env.claimed else 5.25
-    yield like("head.logits", ledger.at_head("logits.across", why, values, "wide", "logits"))
-    why = "operators of a chunk, one at a time, in addition to those of a compiled one"
-    yield like("head.logits", WorkItem("head.across", why, "token", values=20.0, role="wide", of=("loss",)))
+    yield like("head.logits", ledger.at_head("logits.across", reason, values, "wide", "logits"))
+    reason = "operators of a chunk, one at a time, in addition to those of a compiled one"
+    yield like("head.logits", WorkItem("head.across", reason, "token", values=20.0, role="wide", of=("loss",)))
     if Part.HEAD not in env.claimed and Part.ADAPTERS not in env.claimed:
         yield ledger.head_gradient()
 

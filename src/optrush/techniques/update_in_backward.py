@@ -1,4 +1,4 @@
-"""Parameters updated in the backward pass, each as soon as its gradient is whole."""
+"""Update parameters in the backward pass, each as soon as its gradient is complete."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Stepping:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self._loss, self._gradients = trainer, trainer.loss, trainer.forward_backward
-        self.armed = False  # in the window; other backward passes update nothing
+        self.armed = False  # only within a window do backward passes update
         self._begin()
         for i, t in enumerate(trainer.trained):
             t.parameter.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
@@ -81,13 +81,13 @@ class Stepping:
         wide = torch.float32 if device.type == "cuda" else torch.float64
         self.squares = torch.zeros((), dtype=wide, device=device)  # of the gradients so far, scaled
         self.skipped = torch.zeros((), dtype=torch.bool, device=device)
-        self.bad = torch.zeros((), dtype=torch.bool, device=device)  # the loss, or what it was multiplied by
+        self.bad = torch.zeros((), dtype=torch.bool, device=device)  # the loss or its scaled value is not finite
 
     def loss(self, batch: Batch) -> Tensor:
-        found = self._loss(batch)
+        value = self._loss(batch)
         if self.armed:
-            self.bad = ~(found.detach() * self.trainer.scale).isfinite()
-        return found
+            self.bad = ~(value.detach() * self.trainer.scale).isfinite()
+        return value
 
     def gradients(self, batches: list[Batch], terms: float | Tensor) -> Tensor:
         assert len(batches) == 1, "one micro-batch per step: its gradients are the step's"
@@ -108,7 +108,7 @@ class Stepping:
         trained = self.trainer.trained[i]
 
         @torch.no_grad()
-        def whole(_: Tensor) -> None:  # the gradient of a tied weight is the sum over both uses
+        def step(_: Tensor) -> None:  # the gradient of a tied weight is the sum over both uses
             grad = trained.grad
             if not self.armed or grad is None:
                 return
@@ -118,10 +118,10 @@ class Stepping:
             self.trainer.optimizer.step(self.trainer.lr, self.trainer.scale, skip, only=[i])
             trained.parameter.grad = None
 
-        return whole
+        return step
 
     def _squares(self, grad: Tensor) -> Tensor:
-        """Return the sum of squares, computed as in the norm of all gradients (`trainer.trainer`)."""
+        """Return the sum of squares, computed like the norm of all gradients (`trainer.trainer`)."""
         import torch
 
         along = None if grad.is_cuda else -1
