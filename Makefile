@@ -5,7 +5,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 READERS ?= $(VENV)-readers
 BIN = $(VENV)/bin
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 # What is imported is compiled then, and kept; pip would compile all of it.
 export PYTHONDONTWRITEBYTECODE =
