@@ -102,10 +102,7 @@ FAILING = {  # text of the example -> what stands there instead, exit code, what
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kind",
-    further(list(FAILING), 1),
-)
+@pytest.mark.parametrize("kind", further(list(FAILING), 1))
 def test_a_technique_that_fails_is_named(kind: str, tmp_path: Path) -> None:
     """In three lines, with the place in its own file."""
     path = plugged(tmp_path, "clip-values")

@@ -175,10 +175,7 @@ def test_what_it_contradicts(box: Path, with_: dict[str, Any]) -> None:
         decide(golden_run(box, ema={}, **with_))
 
 
-@pytest.mark.parametrize(
-    ("decay", "share"),
-    [(0.999, "99%"), (0.9999, "100%"), (0.9, "43%"), (0.7, ""), (0.5, "")],
-)
+@pytest.mark.parametrize(("decay", "share"), [(0.999, "99%"), (0.9999, "100%"), (0.9, "43%"), (0.7, ""), (0.5, "")])
 def test_averages_that_are_mostly_the_first_weights_are_noted(box: Path, decay: float, share: str) -> None:
     notes = assembled(golden_run(box, packed=True, ema={"decay": decay})).notes
     found = [note for note in notes if note.startswith("ema: after")]

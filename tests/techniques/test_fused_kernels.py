@@ -68,11 +68,7 @@ def test_same_loss_and_gradients(box, name, options, others):
     assert furthest(grads, want) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("options", "amp"),
-    further([(NORM, {}), (ROPE, HALF), (NORM, HALF), (ROPE, {})], 2),
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "amp"), further([(NORM, {}), (ROPE, HALF), (NORM, HALF), (ROPE, {})], 2), ids=str)
 def test_in_half_precision_within_its_rounding(box, options, amp):
     """The gradients are no further from float32's than those of the baseline in the same precision, or hardly."""
     _, want = first_gradients(assembled(golden_run(box, packed=True)))

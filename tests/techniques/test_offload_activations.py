@@ -109,9 +109,7 @@ def offloading(trainer) -> Offload:
 @pytest.mark.parametrize("implementation", further(["native", "transformers"], 1))
 @pytest.mark.parametrize("keep", further([0, 1], 1))
 @pytest.mark.parametrize(
-    "beside",
-    further([{"recompute": {}}, {"amp": {}}, {}, {"recompute": {"every": 2}}, {"attention": {}}], 1),
-    ids=str,
+    "beside", further([{"recompute": {}}, {"amp": {}}, {}, {"recompute": {"every": 2}}, {"attention": {}}], 1), ids=str
 )
 def test_equal_bits_over_eight_steps(box, here, beside, keep, implementation):
     base = trained(box, here, implementation=implementation, **beside)

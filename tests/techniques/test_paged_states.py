@@ -346,8 +346,7 @@ def test_a_cpu_has_no_other_memory(box):
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
-    [("sgd", "keeps its states where it creates them"), ("muon", "`muon` makes its")],
+    ("other", "said"), [("sgd", "keeps its states where it creates them"), ("muon", "`muon` makes its")]
 )
 def test_other_optimizers_are_refused(box, other, said):
     with pytest.raises(NeedsError, match=said) as error:

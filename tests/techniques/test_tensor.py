@@ -202,12 +202,7 @@ def refused_in_building(box, with_):
 
 
 @pytest.mark.parametrize(
-    ("with_", "found"),
-    [
-        ({"lora": {"dora": True}}, "dora"),
-        ({"lora": {"dropout": 0.1}}, "dropout"),
-    ],
-    ids=str,
+    ("with_", "found"), [({"lora": {"dora": True}}, "dora"), ({"lora": {"dropout": 0.1}}, "dropout")], ids=str
 )
 def test_what_it_refuses_when_it_is_built(box, pair, with_, found):
     assert all(found in said for said in pair(refused_in_building, box, with_))
