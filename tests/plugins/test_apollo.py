@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from optrush.config import Optim, parse_config
 from optrush.decide import decide
-from optrush.errors import ConfigError, ConflictError, NeedsError
+from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import NAMED
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import search
@@ -175,28 +175,9 @@ def test_what_it_refuses(box):
         decide(golden_run(box, apollo={"rank": 0}), KNOWN)
 
 
-REFUSED = [  # techniques besides, ranks, what is found
-    ({"paged_states": {}}, 1, "a technique that keeps them elsewhere"),
-    ({"lora": {}}, 1, "a technique that freezes them"),
-    ({"tensor": {}}, 2, "by columns"),
-]
-
-
-@pytest.mark.parametrize(("with_", "ranks", "found"), REFUSED, ids=str)
-def test_what_it_does_not_go_with(box, with_, ranks, found):
-    with pytest.raises(NeedsError) as error:
-        decide(golden_run(box, packed=True, apollo={}, **with_), KNOWN, ranks=ranks, device=NAMED["h200"])
-    assert found in error.value.found and error.value.do
-
-
 def test_it_does_not_reach_experts():
     (need,) = [n for n in TheTechnique().needs(settled(ModelShape.read(SHAPES["qwen3-30b-a3b"]))) if not n.met]
     assert "experts" in need.found and need.do
-
-
-def test_another_optimizer_is_a_conflict(box):
-    with pytest.raises(ConflictError, match="the optimizer"):
-        decide(golden_run(box, packed=True, apollo={}, muon={}), KNOWN)
 
 
 # What the plan says.

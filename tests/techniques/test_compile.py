@@ -11,8 +11,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from meshes import further
-from optrush.decide import decide
-from optrush.errors import NeedsError
 from optrush.kernels import attention
 from optrush.technique import package_digest
 
@@ -96,12 +94,6 @@ def _unwritten(monkeypatch):
     """The same graphs, run without code that is written for them."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, options=None, **more: real(f, backend="aot_eager", **more))
-
-
-def test_one_graph_is_for_one_rank(box):
-    run = golden_run(box, packed=True, ddp={}, compile={"scope": "model"})
-    with pytest.raises(NeedsError, match="take scope=blocks"):
-        decide(run, ranks=2)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

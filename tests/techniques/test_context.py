@@ -19,7 +19,6 @@ from optrush.technique import in_order, instantiate
 from optrush.techniques import ALL
 from optrush.trainer.trainer import evaluate
 
-from golden.make_golden import CASES
 from trials import assembled, golden_run, micro, shaped, steps
 
 TWO, FOUR = {"context": {}}, {"context": {"size": 4}}
@@ -226,45 +225,6 @@ def test_where_documents_begin_for_some_queries():
 
 
 # What it refuses.
-
-
-@pytest.mark.parametrize(
-    ("with_", "ranks", "sets", "found", "do"),
-    [
-        (TWO, 3, [], "3 ranks", "--ranks 2"),
-        (TWO, 2, ["batch.seq=47", "batch.tokens=376", "batch.micro_tokens=94"], "batch.seq: 47", "multiple of 2"),
-        (
-            GATHER, 2, ["batch.seq=46", "batch.tokens=368", "batch.micro_tokens=92"], "batch.seq: 46", "multiple of 4",
-        ),
-        ({"context": {"size": 3}}, 3, [], "4 query heads, 2 key and value heads", "kind: gather"),
-        (TWO, 2, ["model.implementation=transformers"], "through transformers", "another model"),
-        (TWO | {"pad": {}}, 2, [], "its own width", "packing"),
-        (RING, 2, [], "several documents into a row", "gather or ulysses"),
-        (RING | {"pad": {}, "attention": {}}, 2, [], "its own width", "packing"),
-        (TWO | {"update-in-backward": {}}, 2, [], "", ""),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_is_refused(box, with_, ranks, sets, found, do):
-    with pytest.raises(NeedsError) as error:
-        decide(golden_run(box, packed=True, sets=sets, ddp={}, **with_), ranks=ranks)
-    assert found in error.value.found and do in error.value.do
-
-
-@pytest.mark.parametrize(
-    ("more", "found"), [({"attention": {}}, "another kernel"), ({"compile": {}}, "as one graph")], ids=str
-)
-def test_what_a_ring_refuses(box, more, found):
-    with pytest.raises(NeedsError) as error:
-        decide(golden_run(box, ddp={}, **RING, **more), ranks=2)
-    assert found in error.value.found
-
-
-def test_pairs_are_refused(box):
-    run = golden_run(box, case=CASES["chat"], sets=["objective=dpo"], ddp={}, **TWO)
-    with pytest.raises(NeedsError, match="pairs") as error:
-        decide(run, ranks=2)
-    assert "leave context out" in error.value.do
 
 
 def packed_ring(box):

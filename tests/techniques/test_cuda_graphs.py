@@ -20,7 +20,7 @@ from optrush.config import parse_config
 from optrush.data.batch import Batch
 from optrush.decide import decide
 from optrush.errors import NeedsError
-from optrush.hardware import CPU, NAMED
+from optrush.hardware import NAMED
 from optrush.technique import Part, instantiate
 from optrush.techniques import ALL
 from optrush.techniques.cuda_graphs import APART, Window, capture, tensors
@@ -245,23 +245,6 @@ def test_moved_weights_are_seen(box):
 
 
 # What it refuses.
-
-
-@pytest.mark.parametrize(
-    ("with_", "device", "sets", "ranks", "text"),
-    [
-        ({}, "cpu", [], 1, "a CUDA device"),
-        ({}, "h200", ["model.implementation=transformers"], 1, "whose code may synchronize with the GPU"),
-        ({"ddp": {}}, "h200", [], 2, "over several ranks"),
-        ({"recompute": {}}, "h200", [], 1, "recomputes blocks"),
-        ({"pad": {}}, "h200", [], 1, "gives each micro-batch its own"),
-    ],
-)
-def test_what_cannot_be_recorded(box, with_, device, sets, ranks, text):
-    run = golden_run(box, sets=sets, cuda_graphs={}, **with_)
-    with pytest.raises(NeedsError, match=text) as caught:
-        decide(run, ranks=ranks, device=CPU if device == "cpu" else NAMED[device])
-    assert "cuda-graphs" in caught.value.asked and caught.value.do
 
 
 @pytest.mark.parametrize("part", [part for part, _, _ in APART], ids=lambda p: p.name)

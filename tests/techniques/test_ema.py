@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from meshes import further
 from optrush.decide import decide
-from optrush.errors import NeedsError
 from optrush.exporting import export_run
 from optrush.planner import search
 from optrush.trainer import checkpoint
@@ -165,14 +164,6 @@ def test_a_plan_of_what_is_frozen_or_sharded() -> None:
 
     assert ema("freeze:layers=0-7") < 0.7 * ema()
     assert ema("fsdp", hardware="2xh200") == pytest.approx(ema() / 2, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "with_", [{"update_in_backward": {}}, {"paged_states": {}, "adam8bit": {}}, {"deepspeed": {}}], ids=str
-)
-def test_what_it_contradicts(box: Path, with_: dict[str, Any]) -> None:
-    with pytest.raises(NeedsError):
-        decide(golden_run(box, ema={}, **with_))
 
 
 @pytest.mark.parametrize(("decay", "share"), [(0.999, "99%"), (0.9999, "100%"), (0.9, "43%"), (0.7, ""), (0.5, "")])

@@ -360,8 +360,3 @@ def test_what_it_refuses(moe, options, with_, name, sets, ranks, found):
     with pytest.raises(NeedsError) as error:
         decide(run, ranks=ranks)
     assert found in error.value.found and error.value.do
-
-
-def test_a_dense_model_has_none_to_share(box):
-    with pytest.raises(NeedsError, match="a model without experts"):
-        decide(golden_run(box, packed=True, **DDP), ranks=2)

@@ -13,7 +13,7 @@ from functorch.compile import make_boxed_func
 
 from meshes import further
 from optrush.decide import decide
-from optrush.errors import NeedsError, NoEffectError
+from optrush.errors import NoEffectError
 from optrush.hardware import NAMED
 from optrush.kernels import float8
 from optrush.models.shapes import SHAPES
@@ -214,22 +214,6 @@ def test_a_model_without_such_linears(box, monkeypatch):
     monkeypatch.setattr("optrush.techniques.fp8.MULTIPLE", 1000)
     with pytest.raises(NoEffectError, match="--without fp8"):
         assembled(golden_run(box, fp8={}))
-
-
-@pytest.mark.parametrize(
-    ("device", "with_", "sets", "text"),
-    [
-        ("a100-80", {"bf16": {}, "compile": {}}, [], "capability 8.9 or newer"),
-        ("h200", {"compile": {}}, [], "weights and matmuls in float32"),
-        ("h200", {"bf16": {}}, [], "no `compile`"),
-        ("h200", {"amp": {}, "compile": {}}, ["batch.seq=49", "batch.tokens=784", "batch.micro_tokens=98"], "98 slots"),
-        ("h200", {"amp": {}}, ["model.implementation=transformers"], "runs through transformers"),
-    ],
-)
-def test_what_it_needs(box, device, with_, sets, text):
-    with pytest.raises(NeedsError, match=text) as caught:
-        decide(golden_run(box, sets=sets, fp8={}, **with_), device=NAMED[device])
-    assert "`fp8`" in caught.value.asked and caught.value.do
 
 
 def test_it_is_had_on_a_device_that_has_it(box):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from meshes import further
 from optrush.config import Config, parse_config
 from optrush.decide import decide
-from optrush.errors import CheckpointError, ConflictError, NeedsError, UserError
+from optrush.errors import CheckpointError
 from optrush.exporting import export_run
 from optrush.hardware import parse_hardware
 from optrush.models.shapes import SHAPES, ModelShape
@@ -26,7 +26,6 @@ from optrush.trainer import checkpoint
 from optrush.trainer import run as fit
 from optrush.trainer.trainer import Trainer
 
-from golden.make_golden import Case
 from memory import check_prediction, supposed
 from trials import assembled, first_gradients, golden_run, steps, weights
 
@@ -125,38 +124,6 @@ def test_what_is_frozen_stays_and_the_rest_learns_as_it_would(box: Path, kind: s
     for name, p in job.model.named_parameters():
         assert torch.equal(p, before[name]) == (name in frozen), name
     assert not job.optimizer.state().keys() & frozen
-
-
-@pytest.mark.parametrize(("options", "says"), [
-    ({}, ["neither `layers` nor `names`"]),
-    ({"layers": "0-7"}, ["layers 0 to 1", "below 2"]),
-    ({"layers": "1-0"}, ["the range 1-0 is empty"]),
-    ({"layers": "first"}, ["no numbers", '"0-3,7"']),
-    ({"layers": ""}, ["no numbers"]),
-    ({"layers": [-1]}, ["layers 0 to 1"]),
-    ({"names": ["no_such"]}, ["no parameter of that name", "q_proj"]),
-    ({"layers": "0", "names": ["o_proj", "k_prog"]}, ["[k_prog]", "no parameter"]),
-    ({"names": ["q_proj"]}, ["k_proj, v_proj", "one tensor"]),
-    ({"names": ["*"]}, ["nothing is left"]),
-])  # fmt: skip
-def test_what_cannot_be_frozen(box: Path, options: dict[str, Any], says: list[str]) -> None:
-    with pytest.raises(NeedsError) as caught:
-        decide(golden_run(box, freeze=options))
-    assert all(text in str(caught.value) for text in says), caught.value
-
-
-@pytest.mark.parametrize("name", ["no_such", "lm_head"])
-def test_a_head_that_is_the_embedding(box: Path, name: str) -> None:
-    with pytest.raises(NeedsError, match="no_such" if name == "no_such" else r"(?s)tied.*embed_tokens"):
-        decide(golden_run(box, Case(True), freeze={"names": [name]}))
-
-
-@pytest.mark.parametrize(("with_", "error"), [
-    ({"lora": {}}, ConflictError), ({"ia3": {}}, ConflictError), ({"nf4": {}}, NeedsError),
-])  # fmt: skip
-def test_what_it_contradicts(box: Path, with_: dict[str, Any], error: type[UserError]) -> None:
-    with pytest.raises(error, match="freeze"):
-        decide(golden_run(box, freeze={"layers": "0"}, **with_))
 
 
 LOWER: dict[str, Any] = {"layers": "0", "names": ["embed_tokens", "lm_head"]}

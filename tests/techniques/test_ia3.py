@@ -80,29 +80,6 @@ def test_factors_near_one_are_not_rounded_away(box):
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "sets", "text"),
-    [
-        ({"targets": ["k_prj"]}, [], "did you mean `k_proj`"),
-        ({"targets": ["gate_proj"], "feedforward": ["gate_proj"]}, [], "one matmul computes gate_proj, up_proj"),
-        ({"feedforward": ["dwn_proj"]}, [], "dwn_proj is not a target"),
-        ({"feedforward": ["dwn_proj"]}, ["model.implementation=transformers"], "dwn_proj is not a target"),
-        ({"targets": ["k_proj"], "feedforward": ["down_proj"]}, [], "take some of k_proj, or add it to the targets"),
-        ({"targets": ["c_attn"]}, ["model.implementation=transformers"], "no linear is called c_attn"),
-        ({"init": "/nowhere"}, [], "no adapter_config.json there"),
-    ],
-)
-def test_what_it_refuses(box, options, sets, text):
-    with pytest.raises(NeedsError) as caught:
-        assembled(golden_run(box, sets=sets, ia3=options))
-    assert text in str(caught.value) and "`ia3:" in caught.value.asked and caught.value.do
-
-
-def test_it_is_refused_before_anything_is_built(box):
-    with pytest.raises(NeedsError, match="o_proj is not a target"):
-        decide(golden_run(box, ia3={"feedforward": ["o_proj"]}))
-
-
 def test_auto_where_nobody_knows_the_names(box):
     made = Ia3()
     assert made._targets(["query_key_value", "dense", "dense_4h_to_h"]) == ("query_key_value", "dense_4h_to_h")

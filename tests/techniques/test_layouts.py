@@ -8,7 +8,6 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from meshes import further
-from optrush.errors import ConfigError
 
 from golden import make_golden
 from golden.make_golden import CASES, T
@@ -78,12 +77,6 @@ def test_a_wrapped_row_is_one_line_of_tokens(box, overlap, implementation):
     loss, grads = published(job)
     assert loss == pytest.approx(total / terms, rel=1e-6)
     assert furthest(grads, {n: p.grad for n, p in model.named_parameters()}) < 1e-5
-
-
-@pytest.mark.parametrize("how", ["drop", "truncate"])
-def test_wrapping_leaves_nothing_too_long(box, how):
-    with pytest.raises(ConfigError, match=f"`wrap` with `data.too_long: {how}`"):
-        assembled(golden_run(box, sets=[f"data.too_long={how}"], wrap={}))
 
 
 def wrapping_is_worse(box, *words):

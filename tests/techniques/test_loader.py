@@ -10,8 +10,6 @@ import torch
 
 from meshes import further
 from optrush.config import dump_config
-from optrush.decide import decide
-from optrush.errors import NeedsError
 
 from trials import assembled, golden_run, steps, weights
 
@@ -37,11 +35,6 @@ def test_a_run_with_workers_ends(box):
         dump_config(golden_run(box, packed=True, loader={}, sets=["train.steps=2", f"output={box}/ended"]))
     )
     assert subprocess.run([sys.executable, "-m", "optrush", "train", str(config)], timeout=300).returncode == 0
-
-
-def test_pinned_memory_needs_a_gpu(box):
-    with pytest.raises(NeedsError, match="pinned"):
-        decide(golden_run(box, loader={"pinned": True}))
 
 
 def test_the_batches_come_from_other_processes(box):

@@ -9,8 +9,6 @@ import torch
 
 from meshes import further
 from optrush.data.batch import Documents
-from optrush.decide import decide
-from optrush.errors import NeedsError
 from optrush.kernels import attention
 from optrush.kernels.attention_shifted import shifted
 from optrush.models.shapes import SHAPES
@@ -168,27 +166,3 @@ def test_the_plan_counts_the_bytes(more, monkeypatch):
     check_prediction(
         shaped("llama-3.2-1b", "bf16", "fused-adamw", "fused-loss", "longlora", *more, rows=1, seq=2048), rel=0.05
     )
-
-
-# Refusals.
-
-
-@pytest.mark.parametrize(
-    ("options", "with_", "ranks", "found"),
-    [
-        ({"group": 10}, {}, 1, "groups of 10"),
-        ({"group": 3}, {}, 1, "groups of 3"),
-        ({"group": T}, {}, 1, f"groups of {T}"),
-        ({}, {"context": {}, "ddp": {}}, 2, "shards rows or heads"),
-        ({}, {"tensor": {}}, 2, "shards rows or heads"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_with_it(box, options, with_, ranks, found):
-    with pytest.raises(NeedsError, match=found):
-        decide(golden_run(box, longlora=options, **with_), ranks=ranks)
-
-
-def test_other_models(box):
-    with pytest.raises(NeedsError, match="runs through transformers"):
-        decide(golden_run(box, sets=["model.implementation=transformers"], longlora={}))

@@ -13,8 +13,6 @@ import torch
 
 from faults.harness import LONG, told
 from meshes import MeshCase, bits, follows, further, pass_on, play, prove, saved, train
-from optrush.decide import decide
-from optrush.errors import NeedsError
 from optrush.trainer import checkpoint
 from optrush.trainer import run as fit
 from optrush.trainer.trainer import RunPlan
@@ -195,18 +193,3 @@ def test_these_tests_would_see_copies_that_count_twice(box, quad):
     norm = job.grad_norm().item()
     for seen, wrong in quad(miscounted, box):
         assert seen == pytest.approx(loss, rel=1e-5) and wrong == pytest.approx(norm * 2**0.5, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options", "found"),
-    [
-        (3, {"replicate": 2}, "3 ranks"),
-        (2, {"replicate": 2}, "2 ranks in 2 groups"),
-        (1, {"replicate": 2}, "one rank"),
-        (1, {}, "one rank"),
-    ],
-)
-def test_meshes_that_the_ranks_do_not_fill(box, ranks, options, found):
-    with pytest.raises(NeedsError) as error:
-        decide(golden_run(box, packed=True, fsdp=options), ranks=ranks)
-    assert found in error.value.found and "ranks" in error.value.do

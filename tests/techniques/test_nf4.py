@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from meshes import further
 from optrush.config import dump_config
-from optrush.decide import decide
-from optrush.errors import ConflictError, NeedsError
+from optrush.errors import NeedsError
 from optrush.exporting import write_model
 from optrush.hardware import NAMED
 from optrush.kernels import nf4
@@ -374,14 +373,6 @@ def test_through_transformers(box):
     native = job_of(box, {"nf4": {}, **LORA})
     found, want = played(ours)[0], played(native)[0]
     assert [a for pair in found for a in pair] == pytest.approx([a for pair in want for a in pair], rel=1e-4)
-
-
-@pytest.mark.parametrize("name", ["nf4", "int8"])
-def test_somebody_must_say_what_is_trained(box, name):
-    with pytest.raises(NeedsError, match="trained\ndo:    add --with lora or --with ia3"):
-        decide(golden_run(box, **{name: {}}))
-    with pytest.raises(ConflictError, match="the matmuls of the blocks' linears"):
-        decide(golden_run(box, **{name: {}, "fp8": {}}))
 
 
 def test_a_gpu_without_what_builds_kernels(box, monkeypatch):

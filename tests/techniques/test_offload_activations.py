@@ -391,17 +391,6 @@ def test_a_host_that_is_short_is_found_before_the_first_step(box, here, monkeypa
 # --- what it refuses
 
 
-def test_a_cpu_has_no_other_memory(box):
-    with pytest.raises(NeedsError, match="needs a CUDA device"):
-        decide(golden_run(box, offload_activations={}))
-
-
-@pytest.mark.parametrize("keep", [2, 3])
-def test_something_must_move(box, here, keep):
-    with pytest.raises(NeedsError, match=f"keep={keep}.*\n.*2 blocks.*\n.*from 0 to 1"):
-        decide(golden_run(box, offload_activations={"keep": keep}), here)
-
-
 def test_what_does_not_go_with_it(box, here):
     with pytest.raises(NeedsError, match="run inside the graph"):
         decide(golden_run(box, sets=["model.implementation=transformers"], compile={}, offload_activations={}), here)

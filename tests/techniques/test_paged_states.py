@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from meshes import further
-from optrush.decide import decide
 from optrush.errors import NeedsError, NoEffectError
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
@@ -338,11 +337,6 @@ def test_host_memory_stays_pinned_until_it_is_released(monkeypatch):
 
 
 # What it refuses.
-
-
-def test_a_cpu_has_no_other_memory(box):
-    with pytest.raises(NeedsError, match="needs a CUDA device"):
-        decide(golden_run(box, paged_states={}))
 
 
 @pytest.mark.parametrize(

@@ -191,31 +191,6 @@ def test_these_tests_would_see_it(box, pair, how):
 
 # What it refuses.
 
-REFUSED = [
-    (ONE, (), 1, "one rank", "--ranks 2"),
-    (ONE, (), 3, "3 ranks", "--ranks 2"),
-    (ONE, (), 4, "no technique shares the work", "--with ddp"),
-    (ONE, ("model.implementation=transformers",), 2, "through transformers", "leave pipeline out"),
-    ({"pipeline": {"size": 3}}, (), 3, "2 blocks", "smaller size"),
-    (TWICE, (), 2, "2 blocks", "smaller size"),
-    (ONE, ("batch.micro_tokens=384",), 2, "1 micro-batch per step", "batch.tokens to 768"),
-    ({"pipeline": {"schedule": "interleaved"}}, ("batch.tokens=1056",), 2, "2 blocks", "smaller size"),
-    (ONE | {"pad": {}}, (), 2, "its own width", "packing"),
-    (ONE | {"fsdp": {"sync": "each"}}, (), 4, "once per window", "leave sync out"),
-    (ONE | {"update-in-backward": {}}, ("optim.clip=null", "batch.micro_tokens=384"), 2, "", ""),
-    (ONE | {"compile": {"scope": "model"}}, (), 2, "several ranks", "scope=blocks"),
-    (ONE, ("objective=dpo",), 2, "pairs", "leave pipeline out"),
-    (ONE | {"lora": {"init": "pissa"}}, (), 2, "publishes all adapters", "leave one of the two out"),
-]
-
-
-@pytest.mark.parametrize(("with_", "sets", "ranks", "found", "do"), REFUSED, ids=str)
-def test_what_it_refuses(box, with_, sets, ranks, found, do):
-    run = golden_run(box, make_golden.CASES["chat"], packed="pad" not in with_, sets=sets, **with_)
-    with pytest.raises(NeedsError) as error:
-        decide(run, ranks=ranks)
-    assert found in error.value.found and do in error.value.do
-
 
 @pytest.mark.parametrize(
     ("with_", "ranks", "found"),
@@ -231,20 +206,6 @@ def test_what_halves_of_a_backward_pass_refuse(deep, with_, ranks, found):
     with pytest.raises(NeedsError) as error:
         decide(golden_run(deep, packed=True, rows=1, **with_), ranks=ranks)
     assert found in error.value.found and "interleaved" in error.value.do
-
-
-@pytest.mark.parametrize(
-    ("shape", "more", "found"),
-    [
-        ("qwen3-30b-a3b", [], "a model with experts"),
-        ("llama-3.2-1b", ["offload-activations"], "a micro-batch's saved activations"),
-        ("llama-3.2-1b", ["cuda-graphs"], "over several ranks"),
-    ],
-)
-def test_what_it_refuses_on_a_gpu(shape, more, found):
-    with pytest.raises(NeedsError) as error:
-        decide(shaped(shape, "pipeline", *more, rows=1, windows=4), ranks=2, device=NAMED["h100"])
-    assert found in error.value.found and error.value.do
 
 
 def test_rounds_of_an_interleaved_schedule(deep):

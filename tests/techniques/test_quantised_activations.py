@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from meshes import further
 from optrush.decide import decide
-from optrush.errors import ConflictError, NeedsError
 from optrush.kernels import int8
 from optrush.kernels.int8 import BLOCK, LEAST
 from optrush.models import activation_rounding as module
@@ -221,33 +220,6 @@ def test_the_plan_counts_the_bytes(with_, chunk, monkeypatch):
 
 
 # Refusals.
-
-
-@pytest.mark.parametrize(
-    ("with_", "found"),
-    [
-        ({"compile": {}}, "compiled blocks"),
-        ({"recompute": {}}, "recomputes blocks"),
-        ({"selective-recompute": {}}, "recomputes blocks"),
-        ({"fp8": {}}, "already have 8 bits"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_with_it(box, with_, found):
-    with pytest.raises(NeedsError, match=found):
-        decide(golden_run(box, quantised_activations={}, **with_))
-
-
-def test_others_that_keep_activations_elsewhere(box):
-    with pytest.raises(ConflictError, match="where that is kept"):
-        decide(golden_run(box, quantised_activations={}, offload_activations={}))
-
-
-@pytest.mark.parametrize(("model", "found"), [("untied", "runs through transformers"), ("moe", "a model with experts")])
-def test_other_blocks(box, model, found):
-    sets = [f"model.path={box / model}"] + ["model.implementation=transformers"] * (model == "untied")
-    with pytest.raises(NeedsError, match=found):
-        decide(golden_run(box, sets=sets, quantised_activations={}))
 
 
 def test_quack(box):

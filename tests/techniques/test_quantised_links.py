@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from meshes import further
 from optrush.decide import decide
-from optrush.errors import NeedsError
 from optrush.hardware import parse_hardware
 from optrush.kernels.int8 import BLOCK
 from optrush.planner import search
@@ -193,21 +192,6 @@ def test_the_plan_counts_the_bytes(box, pair):
 # Refusals.
 
 
-@pytest.mark.parametrize(
-    ("options", "with_", "found"),
-    [
-        ({"weights": "none"}, {"fsdp": {}}, "nothing to compress"),
-        ({}, {"ddp": {}}, "with its own collectives"),
-        ({}, {"fsdp": {}, "lora": {}, "nf4": {}}, "are sent quantized anyway"),
-        ({"gradients": "int8"}, {"fsdp": {}, "lora": {}}, "whose gradients are small"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_with_it(box, options, with_, found):
-    with pytest.raises(NeedsError, match=found):
-        decide(golden_run(box, quantised_links=options, **with_), ranks=2)
-
-
 def test_needs(box):
     env = decide(golden_run(box, fsdp={}, quantised_links={}), ranks=2).env
     others = {
@@ -219,11 +203,6 @@ def test_needs(box):
     for found, changes in others.items():
         unmet = [n.found for n in QuantisedLinks().needs(dataclasses.replace(env, **changes)) if not n.met]
         assert len(unmet) == 1 and found in unmet[0]
-
-
-def test_experts_are_refused(box):
-    with pytest.raises(NeedsError, match="a model with experts"):
-        decide(golden_run(box, sets=[f"model.path={box}/moe"], fsdp={}, quantised_links={}), ranks=2)
 
 
 def test_a_slow_link_carries_half(box):

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshes import further
 from optrush.decide import decide
-from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES
 from optrush.planner import baseline
 from optrush.techniques import selective_recompute
@@ -257,36 +256,6 @@ def test_the_plan_keeps_what_the_partitioner_keeps(box, once, monkeypatch, budge
 
 
 # --- what it refuses
-
-
-ADAPTED = {"lora": {}, "compile": {}}
-SEVERAL = ("adapters, whose matmuls are summed in place", "take ops=attention")
-
-
-@pytest.mark.parametrize(
-    ("with_", "options", "found", "do"),
-    [
-        (
-            {"compile": {}},
-            {"ops": "products", "budget": 0.5},
-            "both, ops=products and budget=0.5",
-            "give one of the two",
-        ),
-        ({}, {"budget": 0.5}, "no compiled blocks", "add --with compile"),
-        *((ADAPTED, options, *SEVERAL) for options in ({}, {"ops": "products"}, {"budget": 0.5})),
-    ],
-    ids=str,
-)
-def test_what_is_refused(box, with_, options, found, do):
-    with pytest.raises(NeedsError) as refused:
-        decide(golden_run(box, selective_recompute=options, **with_))
-    assert found in refused.value.found and do in refused.value.do
-
-
-@pytest.mark.parametrize("options", [{"budget": 0.0}, {"budget": 1.5}, {"budget": "half"}, {"ops": "norms"}], ids=str)
-def test_options_that_mean_nothing(box, options):
-    with pytest.raises(ConfigError, match="selective-recompute"):
-        decide(golden_run(box, selective_recompute=options))
 
 
 def test_these_tests_would_see_that_nothing_runs_again(box, monkeypatch):

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from meshes import MeshCase, follows, further, prove, saved, train
-from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.techniques import ALL
 
@@ -166,31 +165,6 @@ def test_these_tests_would_see_it(box, pair, how):
 
 
 # What it refuses.
-
-REFUSED = [
-    ({"size": 4}, {}, (), 4, "2 key/value heads"),
-    ({}, {}, ("batch.seq=47", "batch.tokens=376", "batch.micro_tokens=47"), 2, "not a multiple of 2"),
-    ({}, {"pad": {}}, (), 2, "its own width"),
-    ({}, {"nf4": {}, "lora": {}}, (), 2, "quantized weights"),
-    ({}, {"muon": {}}, (), 2, "shards them over the ranks"),
-    ({}, {"adam8bit": {}}, (), 2, "by columns"),
-    ({}, {"adam4bit": {}}, (), 2, "by columns"),
-    ({}, {"update-in-backward": {}}, ("optim.clip=null",), 2, "over ranks"),
-    ({}, {"compile": {"scope": "model"}}, (), 2, "several ranks"),
-    ({}, {}, ("model.implementation=transformers",), 2, "through transformers"),
-    ({}, {}, (), 3, "3 ranks"),
-    ({}, {}, (), 1, "one rank"),
-    ({}, {}, (), 4, "no technique shares the work"),
-]
-
-
-@pytest.mark.parametrize(("options", "with_", "sets", "ranks", "found"), REFUSED, ids=str)
-def test_what_it_refuses(box, options, with_, sets, ranks, found):
-    whole = {"batch.micro_tokens=384"} if "update-in-backward" in with_ else set()
-    run = golden_run(box, packed="pad" not in with_, sets=[*sets, *whole], tensor=options, **with_)
-    with pytest.raises(NeedsError) as error:
-        decide(run, ranks=ranks)
-    assert found in error.value.found and error.value.do
 
 
 def refused_in_building(box, with_):

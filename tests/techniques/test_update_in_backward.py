@@ -9,8 +9,6 @@ import torch
 
 from meshes import further
 from optrush import technique
-from optrush.decide import decide
-from optrush.errors import NeedsError
 from optrush.hardware import NAMED
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import baseline, ledger
@@ -139,26 +137,6 @@ def test_a_backward_pass_outside_the_window_updates_nothing(box):
     (job.loss(batch) / batch.n_terms).backward()
     assert all(torch.equal(t, before[n]) for n, t in all_bits(job).items())
     assert all(torch.allclose(t.grad, want[t.name], rtol=1e-5, atol=1e-8) for t in job.trained)
-
-
-@pytest.mark.parametrize(
-    ("sets", "with_", "ranks", "found", "do"),
-    [
-        ([f"batch.micro_tokens={T}"], {}, 1, "8 micro-batches per step", f"batch.micro_tokens to {T * 8}"),
-        (["optim.clip=0.5"], {}, 1, "`optim.clip: 0.5`", "optim.clip to null"),
-        ([f"batch.micro_tokens={T * 4}", "optim.clip=null"], {"ddp": {}}, 2, "sums gradients over ranks", "leave one"),
-    ],
-)
-def test_what_it_needs(box, sets, with_, ranks, found, do):
-    with pytest.raises(NeedsError, match="`update-in-backward`") as error:
-        decide(golden_run(box, packed=True, sets=sets, update_in_backward={}, **with_), ranks=ranks)
-    assert found in error.value.found and do in error.value.do
-
-
-def test_it_refuses_a_loss_scale(box):
-    with pytest.raises(NeedsError, match="without a loss scale") as error:
-        assembled(golden_run(box, packed=True, update_in_backward={}, amp={"dtype": "fp16"}))
-    assert "fp16" in error.value.found and "bf16" in error.value.do
 
 
 # What the plan says.
