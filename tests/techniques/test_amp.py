@@ -10,7 +10,7 @@ from meshes import further
 from optrush.techniques import amp
 
 from golden.make_golden import CASES
-from trials import assembled, first_gradients, golden_run, steps, weights
+from trials import all_bits, assembled, first_gradients, golden_run, same_bits, steps
 
 # Of float32's: the loss, and the whole gradient (its difference's norm over its norm), which is 13 roundings away (2^-9
 # in bf16, 2^-12 in fp16) through two layers.
@@ -82,21 +82,16 @@ def test_close_to_float32_over_eight_steps(box, dtype):
         assert norm == pytest.approx(want_norm, rel=2e-2), "the norm is of unscaled gradients"
 
 
-def everything(trainer):
-    states = [s.clone() for by_name in trainer.optimizer.state().values() for s in by_name.values()]
-    return [*weights(trainer).values(), *states]
-
-
 @pytest.mark.parametrize("optimizer", further([{"fused_adamw": {}}, {}], 1))
 def test_an_overflow_skips_the_update_and_halves_the_scale(box, optimizer):
     job = assembled(golden_run(box, packed=True, amp={"dtype": "fp16"}, **optimizer))
     assert job.scale.item() == 2.0**16
     assert [skipped for *_, skipped in steps(job, 2)] == [False, False]
     job.scale.fill_(2.0**24)
-    before = everything(job)
+    before = all_bits(job)
     ((_, norm, skipped),) = steps(job, 1, first=3)
     assert skipped and not torch.isfinite(torch.tensor(norm))
-    assert all(torch.equal(a, b) for a, b in zip(everything(job), before, strict=True))
+    assert same_bits(all_bits(job), before)
     assert job.scale.item() == 2.0**23
     falling = []
     for k in range(4, 9):

@@ -34,7 +34,7 @@ from optrush.trainer.run import RunRequest, run
 from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import SIZES, T
-from trials import assembled, golden_run, shaped, steps, weights
+from trials import assembled, golden_run, same_bits, shaped, steps, weights
 
 NAME = OffloadActivations.name
 SPOILT = 0xFF  # bytes of NaN in every float type
@@ -95,7 +95,7 @@ def here(monkeypatch):
     return [Here if t is OffloadActivations else t for t in ALL]
 
 
-def trained(box, classes, n=8, implementation="native", **with_):
+def trained(box, classes, n=4, implementation="native", **with_):
     job = assembled(golden_run(box, packed=True, sets=[f"model.implementation={implementation}"], **with_), classes)
     return list(steps(job, n)), weights(job)
 
@@ -106,18 +106,18 @@ def offloading(trainer) -> Offload:
     return next(c for c in cells if isinstance(c, Offload))
 
 
-@pytest.mark.parametrize("implementation", further(["native", "transformers"], 1))
-@pytest.mark.parametrize("keep", further([0, 1], 1))
 @pytest.mark.parametrize(
-    "beside", further([{"recompute": {}}, {"amp": {}}, {}, {"recompute": {"every": 2}}, {"attention": {}}], 1), ids=str
-)
-def test_equal_bits_over_eight_steps(box, here, beside, keep, implementation):
+    ("beside", "keep", "implementation"),
+    further([({"recompute": {}}, 0, "native"), ({"amp": {}}, 1, "native"), ({}, 0, "transformers"),
+             ({"recompute": {"every": 2}}, 1, "native"), ({"attention": {}}, 0, "native"),
+             ({"recompute": {}}, 1, "transformers"), ({"attention": {}}, 1, "transformers")], 2),
+    ids=str,
+)  # fmt: skip
+def test_equal_bits_over_some_steps(box, here, beside, keep, implementation):
     base = trained(box, here, implementation=implementation, **beside)
     found = trained(box, here, implementation=implementation, offload_activations={"keep": keep}, **beside)
-    assert lanes[0].done > 8, "copies were waited for"
-    assert found[0] == base[0], "losses and norms"
-    for name, want in base[1].items():
-        assert torch.equal(found[1][name], want), name
+    assert lanes[0].done > 8 and found[0] == base[0], "copies were waited for; losses and norms"
+    assert same_bits(found[1], base[1])
 
 
 def test_these_tests_would_see_what_is_read_too_early(box, here, monkeypatch):
@@ -143,13 +143,13 @@ def test_these_tests_would_see_what_is_freed_too_early(box, here, monkeypatch):
 def test_pages_are_used_again(box, here):
     job = assembled(golden_run(box, packed=True, offload_activations={}), here)
     made = []
-    for k in range(1, 5):
+    for k in (1, 2):
         list(steps(job, 1, first=k))
         gc.collect()
         pages = offloading(job).pages
         made.append(lanes[-1].made)
         assert len(pages.free) == pages.allocated == lanes[-1].made, "all of them came back"
-    assert made == made[:1] * 4 and made[0] > 0, "none was made after the first step"
+    assert made[0] == made[1] > 0, "none was made after the first step"
 
 
 def test_evaluation_moves_nothing(box, here):
@@ -208,9 +208,9 @@ def toy(keep=1, blocks=5, **options):
     return model, x, given, want, offload
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 5])
-@pytest.mark.parametrize("keep", [0, 1, 4, 5])
-@pytest.mark.parametrize("page", [512, 4096, 1 << 20])
+@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize("keep", [0, 1, 5])
+@pytest.mark.parametrize("page", [512, 1 << 20])
 def test_gradients(blocks, keep, page):
     model, x, given, want, offload = toy(keep, blocks, page=page)
     for _ in range(3):
@@ -392,8 +392,6 @@ def test_a_host_that_is_short_is_found_before_the_first_step(box, here, monkeypa
 
 
 def test_what_does_not_go_with_it(box, here):
-    with pytest.raises(NeedsError, match="run inside the graph"):
-        decide(golden_run(box, sets=["model.implementation=transformers"], compile={}, offload_activations={}), here)
     with pytest.raises(NeedsError, match="take compile:scope=blocks"):
         assembled(golden_run(box, compile={"scope": "model"}, offload_activations={}), here)
     with pytest.raises(NeedsError, match="separately"):
@@ -469,13 +467,11 @@ def test_the_plan_counts_the_link_to_the_host():
 
 
 def test_the_plan_says_how_much_host_memory():
-    usual = ("bf16", "attention", "recompute")
-    found = search.predict(shaped("llama-3.2-1b", *usual, NAME, rows=16), "h200")
+    found = search.predict(shaped("llama-3.2-1b", "bf16", "attention", "recompute", NAME, rows=16), "h200")
     assert found.host_bytes == 15 * 2048 * 2 * 32768
     room = f"{0.9 * 2 * NAMED['h200'].memory_bytes / 2**30:.1f}"
     assert f"  and 1.88 GiB of pinned host memory of {room} that a rank may have, assumed" in memory_lines(found)
-    without = search.predict(shaped("llama-3.2-1b", *usual, rows=16), "h200")
-    assert without.host_bytes == 0 and not [line for line in memory_lines(without) if "host" in line]
+    assert not [line for line in memory_lines(search.predict(shaped("llama-3.2-1b"), "h200")) if "host" in line]
 
 
 def test_what_the_host_has_no_memory_for_does_not_fit():

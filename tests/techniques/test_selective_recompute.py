@@ -17,8 +17,8 @@ from optrush.planner import baseline
 from optrush.techniques import selective_recompute
 from optrush.techniques.selective_recompute import SelectiveRecompute
 
-from memory import check_prediction, supposed, track
-from trials import assembled, first_gradients, furthest, golden_run, micro, shaped, steps, weights
+from memory import supposed, track
+from trials import assembled, first_gradients, furthest, golden_run, micro, steps
 
 CLOSE = 1e-5
 
@@ -28,31 +28,6 @@ def once(partitioned):
     """A fresh compiler that may make each graph once, and writes no code."""
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
-
-
-@pytest.mark.parametrize(
-    ("options", "attention", "implementation"),
-    further(
-        [
-            ({"ops": "products"}, {}, "native"),
-            ({"ops": "attention"}, {"attention": {}}, "transformers"),
-            ({"ops": "products"}, {"attention": {}}, "transformers"),
-            ({"ops": "attention"}, {}, "native"),
-        ],
-        1,
-    ),
-    ids=str,
-)
-def test_equal_bits_over_eight_steps(box, options, attention, implementation):
-    def trained(**with_):
-        sets = [f"model.implementation={implementation}"]
-        job = assembled(golden_run(box, packed=True, sets=sets, **attention, **with_))
-        return list(steps(job)), weights(job)
-
-    base, found = trained(), trained(selective_recompute=options)
-    assert found[0] == base[0], "losses and norms"
-    for name, want in base[1].items():
-        assert torch.equal(found[1][name], want), name
 
 
 class Counted(TorchDispatchMode):
@@ -117,24 +92,6 @@ def test_fewer_bytes_are_kept(box, monkeypatch):
     each = 1024 * 4 * q
     assert attention - least - fewer == pytest.approx(4 * each, rel=0.02)
     assert attention - least == pytest.approx(before * each, abs=0.06 * 23 * each)
-
-
-PLANNED = [
-    # shape, implementation, techniques, options, rows, T
-    ("llama-3.2-1b", "native", ("bf16:rounding=nearest", "fused-loss"), "ops=products", 8, 2048),
-    ("llama-3.2-1b", "native", ("bf16:rounding=nearest", "fused-loss"), "ops=attention", 8, 2048),
-    ("qwen2.5-0.5b", "native", (), "ops=products", 2, 1024),
-    ("qwen2.5-0.5b", "native", ("packing",), "ops=products", 2, 1024),
-    ("llama-3.2-1b", "transformers", ("bf16:rounding=nearest",), "ops=products", 2, 1024),
-]
-
-
-@pytest.mark.parametrize(("shape", "implementation", "withs", "options", "rows", "T"), further(PLANNED, 1), ids=str)
-def test_the_plan_knows_what_is_kept(shape, implementation, withs, options, rows, T, monkeypatch):
-    """Its peak against real steps of published shapes, of a few blocks, on tensors without bytes."""
-    monkeypatch.setitem(SHAPES, shape, SHAPES[shape] | {"num_hidden_layers": 6})
-    withs = ("fused-adamw", "attention", f"selective-recompute:{options}", *withs)
-    check_prediction(shaped(shape, *withs, rows=rows, seq=T, sets=[f"model.implementation={implementation}"]))
 
 
 # --- compiled

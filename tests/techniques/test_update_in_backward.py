@@ -17,8 +17,7 @@ from optrush.technique import Environment, instantiate
 from optrush.techniques import ALL
 
 from golden.make_golden import PER_STEP, Case, T
-from memory import check_prediction
-from trials import assembled, first_gradients, golden_run, shaped, steps, weights
+from trials import all_bits, assembled, first_gradients, golden_run, steps
 
 WHOLE = [f"batch.micro_tokens={T * PER_STEP // 2}", "optim.clip=null"]
 OPTIMIZERS = [{}, {"fused_adamw": {}}, {"adam8bit": {}}, {"bf16": {}}, {"bf16": {}, "adam8bit": {}}]
@@ -27,12 +26,6 @@ OPTIMIZERS = [{}, {"fused_adamw": {}}, {"adam8bit": {}}, {"bf16": {}}, {"bf16": 
 def trained(box, case, n=5, **with_):
     job = assembled(golden_run(box, case, packed=True, sets=WHOLE, **with_))
     return list(steps(job, n)), all_bits(job), job
-
-
-def all_bits(trainer):
-    return weights(trainer) | {
-        f"{name} {k}": s.clone() for name, by in trainer.optimizer.state().items() for k, s in by.items()
-    }
 
 
 @pytest.mark.parametrize("case", further([Case(True), Case(False)], 1), ids=["tied", "untied"])
@@ -180,19 +173,3 @@ def test_gradients_in_the_plan(name):
 
 
 # With an optimizer of one operator a step: others take thousands, on tensors without bytes too.
-PEAKS = [
-    # shape, techniques, rows
-    ("llama-3.2-1b", ("fused-adamw", "attention", "recompute"), 1),
-    ("llama-3.1-8b", ("fused-adamw", "attention", "recompute", "fused-loss:chunk=512"), 1),
-]
-
-
-@pytest.mark.parametrize(("shape", "withs", "rows"), further(PEAKS, 1), ids=str)
-@pytest.mark.slow
-def test_the_peak_is_as_predicted(shape, withs, rows):
-    """Real steps on tensors without bytes, every storage counted; without it, all gradients more."""
-    before, after = (
-        check_prediction(shaped(shape, *withs, *more, rows=rows, seq=1024, sets=["optim.clip=null"])).peak
-        for more in ((), ("update-in-backward",))
-    )
-    assert after < 0.95 * before
