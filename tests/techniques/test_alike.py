@@ -6,16 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from meshes import MeshCase, further, prove
 from optrush.errors import CheckpointError
+from optrush.exporting import published_tensors, write_adapter
 from optrush.models import activation_rounding
 from optrush.models.shapes import SHAPES
+from optrush.peft import io
 from optrush.planner import search
 from optrush.trainer import checkpoint
 
-from golden.make_golden import CASES
+from golden.make_golden import CASES, write_model
 from heldout import worse
 from memory import check_prediction
 from trials import (
@@ -120,6 +124,34 @@ MESHES = [
 def test_two_ranks_are_one_process(box, pair, reference, case):
     for rank in prove(box, pair, case, reference):
         assert "fsdp" not in case.with_ or rank.held < 0.6 * sum(g.numel() for g in rank.gradients.values())
+
+
+EXPORTS = [  # how weights are shared, adapters, model
+    ({"fsdp": {}}, {"targets": ["o_proj"]}, "biased"), ({"tensor": {}}, SOME | {"save": ["norm"]}, "untied"),
+    ({"fsdp": {"stage": 2}}, {"targets": ["down_proj", "q_proj"], "dora": True}, "biased"),
+    ({"pipeline": {}, "nf4": {}}, {"rank": 4}, "untied"), ({"experts": {}, "ddp": {}}, {"targets": "experts"}, "moe"),
+    ({"fsdp": {}, "recompute": {}}, {"targets": ["k_proj", "gate_proj"]}, "biased"),
+    ({"fsdp": {}}, {"targets": ["o_proj"], "save": ["lm_head", "norm"]}, "biased"),
+]  # fmt: skip
+
+
+def exported(box, with_, lora, model):
+    """The model's tensors with adapters merged, and those of the adapter's file, read after the last one was made."""
+    sets = [f"model.path={box / model}"]
+    job = learnt(assembled(golden_run(box, packed=True, rows=1, sets=sets, lora={"rank": 4} | lora, **with_)))
+    found = dict(published_tensors(job))
+    return found | load_file(write_adapter(job, box / f"adapter of {len(with_)}") / io.TENSORS)
+
+
+@pytest.mark.parametrize(("with_", "lora", "model"), further(EXPORTS, 5), ids=str)
+def test_two_ranks_export_what_one_process_does(box, pair, with_, lora, model):
+    if model == "biased":
+        write_model(box / "biased", False, attention_bias=True, mlp_bias=True)
+    first, _ = pair(exported, box, with_, lora, model)
+    want = exported(box, {name: options for name, options in with_.items() if name == "nf4"}, lora, model)
+    assert first.keys() == want.keys()
+    for name, t in want.items():
+        torch.testing.assert_close(first[name], t, rtol=1e-5, atol=1e-6, msg=name)
 
 
 # A run that goes on from a checkpoint, which has what is trained and nothing else.

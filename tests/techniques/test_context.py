@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from meshes import GOLDEN, MeshCase, follows, further, prove, saved, train
+from meshes import GOLDEN, MeshCase, further, prove
 from optrush.data.batch import Documents
 from optrush.decide import decide
 from optrush.errors import NeedsError
@@ -103,15 +103,6 @@ def miscut(box):
 def test_a_wrong_cut_would_be_seen(box, pair):
     right = GOLDEN["untied"]["loss"][0]
     assert all(abs(loss - right) / right > 1e-3 for loss in pair(miscut, box))
-
-
-@pytest.mark.slow
-def test_checkpoints_go_on_without_it_and_back(box, pair, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    follows(pair(train, box, two, GATHER | {"fsdp": {}})[0])
-    follows(train(box, one, {}, saved(two)), first=5)
-    train(box, tmp_path / "other", {})
-    follows(pair(train, box, tmp_path / "back", TWO | {"fsdp": {}}, saved(tmp_path / "other"))[0], first=5)
 
 
 def evaluated(box, with_):

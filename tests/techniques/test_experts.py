@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 
-from meshes import MeshCase, bits, further, passed_on, prove, saved, train
+from meshes import MeshCase, further, prove, train
 from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.models import expert_parallel
@@ -239,38 +239,15 @@ def test_documents_do_not_see_each_other(moe, pair):
     assert pair(other_token, moe) == [True, True]
 
 
-# Checkpoints and exports.
+# A whole run.
 
 
-def test_a_checkpoint_goes_on_in_another_mesh(moe, pair, tmp_path):
+def test_a_run_says_the_same_of_its_experts(moe, pair, tmp_path):
     rows = ("batch.micro_tokens=48",)
-    lines = pair(train, moe, tmp_path / "two", DDP, None, "untied", ALL, True, rows)[0]
-    first = saved(tmp_path / "two")
-    alone = passed_on(moe, tmp_path / "alone", {}, first, rows)
-    back = pair(passed_on, moe, tmp_path / "back", FSDP, alone, rows)[0]
-    want = bits(first)
-    assert any("experts.gate_up" in name and name.startswith("state/") for name in want)
-    for path in (alone, back):
-        found = bits(path)
-        assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
-    more = train(moe, tmp_path / "one", {}, first, export=True, sets=rows)
-    shared = pair(train, moe, tmp_path / "shared", {"context": {}, "fsdp": {}}, first, "untied", ALL, False, rows)[0]
-    for seen in (more, shared):
-        assert [line["step"] for line in seen] == [5, 6, 7, 8]
-        for a, b in zip(seen, lines[4:], strict=True):
-            for figure in ("loss", "grad_norm", "tokens", "target_tokens", *LOAD_FIGURES):
-                assert a[figure] == pytest.approx(b[figure], rel=1e-5), figure
-    exported = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("two", "one")]
-    assert furthest(*exported) < 1e-4
-
-
-def test_adapters_are_merged_into_whole_weights(moe, pair, tmp_path):
-    with_ = {"lora": {"rank": 4, "targets": "experts"}}
-    sets = (f"model.path={moe / 'shared'}",)
-    pair(train, moe, tmp_path / "two", DDP | with_, None, "untied", ALL, True, sets)
-    train(moe, tmp_path / "one", with_, None, "untied", ALL, True, sets)
-    exported = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("two", "one")]
-    assert furthest(*exported) < 1e-4
+    lines = pair(train, moe, tmp_path / "two", DDP, None, "untied", ALL, False, rows)[0]
+    for a, b in zip(train(moe, tmp_path / "one", {}, sets=rows), lines, strict=True):
+        for figure in ("loss", "grad_norm", "tokens", "target_tokens", *LOAD_FIGURES):
+            assert a[figure] == pytest.approx(b[figure], rel=1e-5), figure
 
 
 # These tests would see a mistake.

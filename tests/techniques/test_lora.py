@@ -23,7 +23,7 @@ from meshes import further
 from optrush.config import parse_config
 from optrush.decide import decide
 from optrush.errors import NeedsError
-from optrush.exporting import published_tensors, write_adapter
+from optrush.exporting import write_adapter
 from optrush.hardware import parse_hardware
 from optrush.models import activation_offload
 from optrush.models.shapes import SHAPES
@@ -40,7 +40,6 @@ from optrush.trainer import run as fit
 from optrush.trainer.trainer import evaluate
 
 import memory
-from golden import make_golden
 from golden.make_golden import CASES
 from heldout import held_out
 from trials import assembled, first_gradients, furthest, golden_run, learnt, micro, shaped, steps, weights
@@ -287,37 +286,6 @@ def test_shards_begin_as_the_whole(box, pair):
     want = drawn(box, {})
     for found in pair(drawn, box, {"fsdp": {}}):
         assert all(torch.equal(found[n], w) for n, w in want.items())
-
-
-def merged(box, options, with_):
-    """The exported tensors, read after the last one was made, and those of the adapter's file."""
-    job = learning(box, lora=options, **with_)
-    found = dict(published_tensors(job))
-    write_adapter(job, box / f"adapter of {len(with_)}")
-    return found | dict(tensors(box / f"adapter of {len(with_)}"))
-
-
-@pytest.mark.parametrize(
-    ("options", "with_"),
-    further(
-        [
-            ({"targets": ["o_proj"]}, {"fsdp": {}}),
-            ({"targets": ["down_proj", "q_proj"], "dora": True}, {"fsdp": {"stage": 2}}),
-            ({"targets": ["k_proj", "gate_proj"]}, {"fsdp": {}, "recompute": {}}),
-            ({"targets": ["o_proj"], "save": ["lm_head", "norm"]}, {"fsdp": {}}),
-        ],
-        2,
-    ),
-    ids=str,
-)
-def test_ranks_export_linears_with_biases(box, pair, tmp_path, options, with_):
-    make_golden.write_model(tmp_path / "untied", False, attention_bias=True, mlp_bias=True)
-    shutil.copy(box / "text.jsonl", tmp_path)
-    want = merged(tmp_path, options, {})
-    first, _ = pair(merged, tmp_path, options, with_)
-    assert first.keys() == want.keys()
-    for name, t in want.items():
-        torch.testing.assert_close(first[name], t, rtol=1e-5, atol=1e-6)
 
 
 # The ledger.

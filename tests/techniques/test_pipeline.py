@@ -20,6 +20,7 @@ from optrush.planner.ledger import line_bytes, peak_memory
 from optrush.techniques import ALL
 from optrush.techniques.pipeline import CLASSES, Pipeline, _balanced, head_in_blocks
 from optrush.trainer.trainer import evaluate
+from techniques.test_mesh import half, other_half
 
 from golden import make_golden
 from trials import apart, assembled, first_gradients, furthest, golden_run, shaped, steps
@@ -114,22 +115,14 @@ def exported(output, name="model/model"):
     return load_file(output / f"{name}.safetensors")
 
 
-def test_a_checkpoint_goes_on_in_another_mesh(box, pair, quad, tmp_path):
-    two, again, one, fresh = (tmp_path / name for name in ("two", "again", "one", "fresh"))
-    first = pair(train, box, two, ONE, None, "tied", ALL, True)[0]
-    follows(first, "tied")
-    same = pair(train, box, again, ONE, saved(two), "tied", ALL, True)[0]
-    keys = ("step", "loss", "grad_norm", "lr", "tokens")
-    assert [[line[k] for k in keys] for line in same] == [[line[k] for k in keys] for line in first[4:]]
-    whole, resumed = exported(two), exported(again)
-    assert whole.keys() == resumed.keys() and all(whole[name].equal(resumed[name]) for name in whole), "bit by bit"
+def test_a_run_goes_on_in_one_process_and_exports_the_same(box, pair, tmp_path):
+    two, one = tmp_path / "two", tmp_path / "one"
+    follows(pair(train, box, two, ONE, None, "tied", ALL, True)[0], "tied")
     follows(train(box, one, {}, saved(two), "tied", export=True), "tied", first=5)
-    assert furthest(whole, exported(one)) < 1e-4
-    follows(
-        quad(train, box, tmp_path / "four", ONE | {"fsdp": {}}, saved(one.parent / "two"), "tied")[0], "tied", first=5
-    )
-    train(box, fresh, {}, None, "tied")
-    follows(pair(train, box, tmp_path / "back", ONE, saved(fresh), "tied")[0], "tied", first=5)
+    assert furthest(exported(two), exported(one)) < 1e-4
+    export_run(two, tmp_path / "later")
+    whole, later = exported(two), exported(tmp_path, "later/model")
+    assert whole.keys() == later.keys() and all(whole[name].equal(later[name]) for name in whole)
 
 
 class Even(Pipeline):
@@ -145,26 +138,10 @@ EVEN = tuple(Even if cls is Pipeline else cls for cls in ALL)
 
 def test_a_checkpoint_goes_on_under_another_split(deep, pair, tmp_path):
     """Saved by ranks of 2 and 3 blocks; gone on with by ranks of 3 and 2, in one stage each and in two."""
-    cut = tmp_path / "cut"
-    lines = pair(train, deep, cut, ONE, None, "tied", EVEN)[0][4:]
+    went = pair(half, deep, tmp_path, "cut", ONE, (), EVEN)[0]
     for name, with_ in (("other", ONE), ("stages", TWICE)):
-        found = pair(train, deep, tmp_path / name, with_, saved(cut), "tied")[0]
-        assert [line["step"] for line in found] == [line["step"] for line in lines]
-        for key in ("loss", "grad_norm"):
-            assert [line[key] for line in found] == pytest.approx([line[key] for line in lines], rel=1e-5), name
-
-
-def test_exports_are_those_of_one_process(box, pair, tmp_path):
-    two, one = tmp_path / "two", tmp_path / "one"
-    pair(train, box, two, ONE | QLORA, None, "untied", ALL, True)
-    train(box, one, QLORA, export=True)
-    for name in ("model/model", "adapter/adapter_model"):
-        assert furthest(exported(two, name), exported(one, name)) < 1e-4
-    config = "adapter/adapter_config.json"
-    assert (two / config).read_bytes() == (one / config).read_bytes()
-    export_run(two, tmp_path / "later")
-    later, whole = exported(tmp_path, "later/model"), exported(two)
-    assert whole.keys() == later.keys() and all(whole[name].equal(later[name]) for name in whole)
+        for found in pair(other_half, deep, tmp_path, name, with_, (), ["cut"]):
+            assert found["cut"][1] == [pytest.approx(line, rel=1e-5) for line in went], name
 
 
 # These tests would see a mistake.

@@ -6,11 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from meshes import MeshCase, follows, further, prove, saved, train
+from meshes import MeshCase, further, prove
 from optrush.errors import NeedsError
-from optrush.techniques import ALL
 
 from golden import make_golden
 from trials import apart, assembled, first_gradients, furthest, golden_run, published, steps
@@ -112,31 +110,6 @@ def test_what_a_rank_holds(box, pair):
                 "norms": whole["norms"],
             }
             assert widths == {width}
-
-
-# Checkpoints and exports.
-
-
-def exported(output):
-    return load_file(output / "model" / "model.safetensors")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_in_another_mesh(box, quad, pair, tmp_path):
-    both = TP | {"fsdp": {}}
-    follows(quad(train, box, tmp_path / "both", both, None, "untied", ALL, True)[0])
-    follows(train(box, tmp_path / "one", {}, saved(tmp_path / "both"), export=True), first=5)
-    train(box, tmp_path / "fresh", {})
-    follows(quad(train, box, tmp_path / "back", both, saved(tmp_path / "fresh"))[0], first=5)
-    follows(pair(train, box, tmp_path / "two", WHOLE, saved(tmp_path / "both"))[0], first=5)
-    many, one = exported(tmp_path / "both"), exported(tmp_path / "one")
-    assert furthest(many, one) < 1e-4
-
-
-def test_adapters_are_merged_into_whole_weights(box, pair, tmp_path):
-    pair(train, box, tmp_path / "two", TP | LORA, None, "untied", ALL, True)
-    train(box, tmp_path / "one", LORA, export=True)
-    assert furthest(exported(tmp_path / "two"), exported(tmp_path / "one")) < 1e-4
 
 
 # These tests would see a mistake.
