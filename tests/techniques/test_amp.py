@@ -73,11 +73,9 @@ def test_close_to_float32(box, dtype, others, stream):
 
 
 @pytest.mark.parametrize("dtype", further(["fp16", "bf16"], 1))
-def test_close_to_float32_over_eight_steps(box, dtype):
-    base = list(steps(assembled(golden_run(box, packed=True))))
-    for (loss, norm, _), (want_loss, want_norm, _) in zip(
-        list(steps(assembled(golden_run(box, packed=True, amp={"dtype": dtype})))), base
-    ):
+def test_close_to_float32_over_four_steps(box, dtype):
+    base, found = (steps(assembled(golden_run(box, packed=True, **w)), 4) for w in ({}, {"amp": {"dtype": dtype}}))
+    for (loss, norm, _), (want_loss, want_norm, _) in zip(found, base, strict=True):
         assert loss == pytest.approx(want_loss, rel=2e-3)
         assert norm == pytest.approx(want_norm, rel=2e-2), "the norm is of unscaled gradients"
 
@@ -147,13 +145,3 @@ def test_on_two_ranks(box, pair, dtype, data, autocast):
         for (loss, norm), (want_loss, want_norm) in zip(found, base):
             assert loss == pytest.approx(want_loss, rel=2e-3)
             assert norm == pytest.approx(want_norm, rel=2e-2)
-
-
-def test_these_tests_would_see_a_norm_that_is_not_unscaled(box):
-    job = assembled(golden_run(box, packed=True, amp={"dtype": "fp16"}))
-    ((_, want, _),) = steps(assembled(golden_run(box, packed=True)), 1)
-    job.config = job.config.model_copy()
-    inner = job.grad_norm
-    job.grad_norm = lambda: inner() * job.scale
-    ((_, norm, _),) = steps(job, 1)
-    assert norm > 1000 * want

@@ -51,16 +51,9 @@ def far(box):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize(
     ("implementation", "scope", "packed", "code"),
-    further(
-        [
-            ("native", "blocks", True, False),
-            ("native", "blocks", True, True),
-            ("native", "model", True, True),
-            ("transformers", "model", False, True),
-        ],
-        1,
-    ),
-)
+    further([("native", "blocks", True, False), ("native", "blocks", True, True), ("native", "model", True, True),
+             ("transformers", "model", False, True)], 1),
+)  # fmt: skip
 def test_same_figures_from_one_compilation(box, uneven, far, monkeypatch, implementation, scope, packed, code):
     """Every step has other documents, whose longest differ; one of the two blocks is recomputed.
 

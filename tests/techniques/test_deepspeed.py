@@ -221,12 +221,10 @@ def refused_there(box, with_, version=None):
 @there
 @pytest.mark.parametrize(
     ("with_", "version", "found", "do"),
-    [
-        (zero(2) | {"amp": {"dtype": "fp16"}}, None, "loss scale", "bf16"),
-        (zero(2), "0.18.3", "0.18.3", "optrush[deepspeed]"),
-        (zero(2) | {"lora": {"rank": 4, "lr_ratio": 4.0}}, None, "lr_ratio", "leave lr_ratio out"),
-    ],
-)
+    [(zero(2) | {"amp": {"dtype": "fp16"}}, None, "loss scale", "bf16"),
+     (zero(2), "0.18.3", "0.18.3", "optrush[deepspeed]"),
+     (zero(2) | {"lora": {"rank": 4, "lr_ratio": 4.0}}, None, "lr_ratio", "leave lr_ratio out")],
+)  # fmt: skip
 def test_what_it_refuses_when_it_is_built(box, pair, with_, version, found, do):
     for said in pair(refused_there, box, with_, version):
         assert found in said[0] and do in said[1]

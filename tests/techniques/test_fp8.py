@@ -252,10 +252,8 @@ def fused(norm, block):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("targets", "norm", "block", "precision"),
-    further([
-        ("all", 1, 1, "bf16"), ("mlp", 0, 0, "amp"), ("all", 0, 1, "bf16"), ("all", 1, 0, "bf16"),
-        ("all", 0, 0, "bf16"), ("mlp", 1, 1, "bf16"), ("all", 1, 1, "amp"),
-    ], 1),
+    further([("all", 1, 1, "bf16"), ("mlp", 0, 0, "amp"), ("all", 0, 1, "bf16"), ("all", 1, 0, "bf16"),
+             ("all", 0, 0, "bf16"), ("mlp", 1, 1, "bf16"), ("all", 1, 1, "amp")], 1),
 )  # fmt: skip
 def test_what_a_compiled_block_keeps(box, targets, norm, block, precision):
     """What a kernel of its own has made, in 8 bits; what the compiler makes, and copies of weights, not at all."""

@@ -120,7 +120,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("beside", further(list(BESIDE)[::-1], 2))
 def test_beside_others(box: Path, beside: str) -> None:
     plain, _ = frozen_figures(box, {})
     figures, _ = frozen_figures(box, BESIDE[beside])

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshes import further
 from optrush.decide import decide
 from optrush.errors import NeedsError
-from optrush.kernels.adamw import key_words, random_bits, round_stochastic, step_key, write_stochastic
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.muon import COEFFICIENTS, Muon, Pieces, orthogonal
 from optrush.planner.ledger import Line
@@ -171,24 +170,6 @@ def test_states_are_one_value_a_parameter():
             "momentum": (shape, torch.bfloat16), "count": ((), torch.float32)
         }  # fmt: skip
     assert set(state["norm"]) == {"mean", "square", "count"}
-
-
-# Rounding.
-
-
-def test_random_rounding_is_right_on_average_and_repeatable():
-    value = torch.full((4, 1000), 1 + 1 / 512)  # a quarter of the way from 1 to the next bfloat16
-    target = torch.ones(4, 1000, dtype=torch.bfloat16)
-    key, good = step_key(torch.tensor([key_words(7, "a")]), torch.ones(1))[0], torch.tensor(False)
-    write_stochastic(target, value, good, key)
-    assert (target > 1).float().mean() == pytest.approx(0.25, abs=0.03)
-    want = round_stochastic(value.view(-1), random_bits(key, torch.arange(4000))).view(4, 1000)
-    assert torch.equal(target, want)
-    again = torch.zeros_like(target)
-    write_stochastic(again, value, good, key, 16)
-    assert not torch.equal(again, target), "other bits of the same draw"
-    write_stochastic(again, value, torch.tensor(True), key)
-    assert not torch.equal(again, target), "skipped"
 
 
 # In a run.

@@ -140,13 +140,9 @@ def cosines(found, want):
 
 
 WAYS = [
-    {},
-    {"attention": {}},
-    {"amp": {}, "fused-kernels": {"norm": True, "rope": True}},
-    {"lora": {}, "nf4": {}, "bf16": {}},
-    {"lora": {"dora": True, "dropout": 0.1}},
-    {"ia3": {}},
-]
+    {}, {"attention": {}}, {"amp": {}, "fused-kernels": {"norm": True, "rope": True}},
+    {"lora": {}, "nf4": {}, "bf16": {}}, {"lora": {"dora": True, "dropout": 0.1}}, {"ia3": {}},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("with_", further(WAYS, 2), ids=str)
@@ -169,12 +165,9 @@ def on_ranks(box, with_):
 
 
 MESHES = [
-    {"fsdp": {}},
-    {"ddp": {}, "lora": {}},
-    {"fsdp": {"stage": 2}, "lora": {}, "nf4": {}, "amp": {}},
-    {"tensor": {}},
+    {"fsdp": {}}, {"ddp": {}, "lora": {}}, {"fsdp": {"stage": 2}, "lora": {}, "nf4": {}, "amp": {}}, {"tensor": {}},
     {"context": {}, "ddp": {}},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("with_", further(MESHES, 1), ids=str)

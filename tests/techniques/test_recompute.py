@@ -102,11 +102,3 @@ def test_compiled_blocks_cast_again():
     matrices = 2 * 973_078_528  # bytes of the blocks' matrices in bfloat16
     assert casts("compile") == casts("recompute") == matrices
     assert casts("compile", "recompute") == pytest.approx(matrices / 16)
-
-
-def test_these_tests_would_see_a_block_that_is_not_recomputed(box, monkeypatch):
-    monkeypatch.setattr("torch.utils.checkpoint.checkpoint", lambda f, *args, use_reentrant, **k: f(*args, **k))
-    job = assembled(golden_run(box, packed=True, recompute={}))
-    calls = counting(job)
-    list(steps(job, 1))
-    assert set(calls.values()) == {4}, "four micro-batches, each block once"
