@@ -19,7 +19,6 @@ from optrush.errors import NeedsError
 from optrush.hardware import TILE, parse_hardware
 from optrush.kernels import lora_matmul, swiglu, swiglu_quack
 from optrush.kernels.lora_matmul import Padding, concat_in_padding, concat_padded, with_padding
-from optrush.models import activation_offload
 from optrush.models.decoder import Linear
 from optrush.peft import lora
 from optrush.peft.adapter import AdapterToggle, place
@@ -28,8 +27,7 @@ from optrush.peft.quantized import Form, QuantizedLinear
 from optrush.planner import baseline, search
 from optrush.techniques import ALL
 from optrush.techniques.fused_kernels import FusedKernels
-from optrush.techniques.offload_activations import OffloadActivations
-from techniques.test_lora import Now, filled_by_nobody
+from techniques.test_lora import filled_by_nobody, offloading
 
 import memory
 from golden.make_golden import SIZES, T
@@ -242,16 +240,7 @@ def test_switched_off_it_is_the_base(box, beside):
 
 
 def test_offloaded(box, monkeypatch):
-    @dataclass(frozen=True)
-    class Moved(OffloadActivations):
-        def needs(self, setup):
-            yield from ()
-
-        def lane(self, job):
-            return Now()
-
-    monkeypatch.setattr(activation_offload.Offload.__init__, "__kwdefaults__", {"page": 4096, "least": 256})
-    classes = [Moved if t is OffloadActivations else t for t in CLASSES]
+    classes = offloading(monkeypatch, CLASSES)
     for base in ({}, {"nf4": {}}, FUSED):
         want = first_gradients(learning(box, **QUACK, **base))
         found = first_gradients(learning(box, classes=classes, offload_activations={"keep": 0}, **QUACK, **base))

@@ -97,7 +97,9 @@ class Now:
         return torch.empty(size, dtype=torch.uint8)
 
 
-def test_offloaded_and_updated_in_the_backward_pass(box, monkeypatch):
+def offloading(monkeypatch, classes):
+    """The techniques, of which one moves activations, even the smallest, without a GPU."""
+
     @dataclasses.dataclass(frozen=True)
     class Here(OffloadActivations):
         def needs(self, setup):
@@ -107,7 +109,11 @@ def test_offloaded_and_updated_in_the_backward_pass(box, monkeypatch):
             return Now()
 
     monkeypatch.setattr(activation_offload.Offload.__init__, "__kwdefaults__", {"page": 4096, "least": 256})
-    classes = [Here if t is OffloadActivations else t for t in ALL]
+    return [Here if t is OffloadActivations else t for t in classes]
+
+
+def test_offloaded_and_updated_in_the_backward_pass(box, monkeypatch):
+    classes = offloading(monkeypatch, ALL)
     want = first_gradients(learning(box))
     found = first_gradients(learning(box, classes=classes, offload_activations={"keep": 0}))
     assert found[0] == want[0] and furthest(found[1], want[1]) == 0
