@@ -153,7 +153,7 @@ def delta(moe, with_):
 RULE_LORA = {"lora": {"rank": 4, "targets": ["in_proj_qkvz", "in_proj_ba", "out_proj", "o_proj", "gate_up_proj"]}}
 
 
-@pytest.mark.parametrize(("with_", "base"), [(DDP, {}), (FSDP | RULE_LORA, RULE_LORA)], ids=["ddp", "fsdp, adapters"])
+@pytest.mark.parametrize(("with_", "base"), further([(FSDP | RULE_LORA, RULE_LORA), (DDP, {})], 1), ids=str)
 def test_beside_a_delta_rule(moe, pair, with_, base):
     """Of the first step: eight of them part by 3e-4 under ddp alone, for routing is discrete."""
     want = delta(moe, base)
@@ -168,7 +168,7 @@ def chosen(moe, with_):
     return job.model.load[:, 0].tolist()
 
 
-@pytest.mark.parametrize("half", [{"amp": {}}, {"bf16": {}}], ids=["amp", "bf16"])
+@pytest.mark.parametrize("half", further([{"bf16": {}}, {"amp": {}}], 1), ids=str)
 def test_the_correction_stays_wide(moe, pair, half):
     """In bfloat16 all experts would be equal, and the first ones would be taken."""
     tokens = chosen(moe, half)

@@ -220,7 +220,7 @@ def two_ranks(box, with_, output):
     return figures, all_bits(trainer)
 
 
-@pytest.mark.parametrize("name", [*CASES, "averages"])
+@pytest.mark.parametrize("name", further(["8bit", "apollo", "muon", "averages", "fused", "4bit", "loop"], 4))
 def test_two_ranks_are_one(box, pair, tmp_path, name):
     """The same losses; rows of states that two ranks saved are contiguous when one rank loads them."""
     with_ = {"ema": {"decay": 0.75}} if name == "averages" else CASES[name].with_
