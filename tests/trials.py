@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from optrush.models.decoder import Decoder
 from optrush.models.shapes import ModelShape
 from optrush.technique import Technique
 from optrush.techniques import ALL
+from optrush.trainer import checkpoint
 from optrush.trainer import run as fit
 from optrush.trainer.build import build
 from optrush.trainer.trainer import RunPlan, Trainer, set_step
@@ -151,6 +152,41 @@ def published(trainer: Trainer) -> tuple[float, dict[str, torch.Tensor]]:
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Whole weights by canonical name, copies."""
     return {t.name: t.whole.clone() for t in trainer.trained}
+
+
+def all_bits(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Copies of weights, whole, and of states, whole or this rank's."""
+    found = {f"{n} {k}": s.clone() for n, by in trainer.optimizer.state().items() for k, s in by.items()}
+    return found | weights(trainer)
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def learnt(trainer: Trainer) -> Trainer:
+    """The job with adapters that have learnt something already, so that every gradient is there."""
+    for t in trainer.trained:
+        if ".adapter." in t.name and t.local.dim() == 1 and (t.local == 1).all():  # factors
+            t.local.copy_(1 + 0.2 * torch.cos(torch.arange(t.offset[0], t.offset[0] + len(t.local))))
+        elif t.name.endswith((".b", "_b")):
+            drawn = torch.randn(t.full_shape, generator=torch.Generator().manual_seed(len(t.name))) * 0.1
+            t.local.copy_(drawn[tuple(slice(o, o + n) for o, n in zip(t.offset, t.local.shape))])
+    return trainer
+
+
+def goes_on(config: Config, begun: Callable[[Config], Trainer] = assembled, n: int = 3) -> tuple[Path, Trainer]:
+    """Assert that a run goes on from its checkpoint to the bit; return that of its step 2, and the job."""
+    straight = begun(config)
+    list(steps(straight, 2))
+    path = checkpoint.save(straight, 2, checkpoint.Meta("00ff", 0, fingerprints=straight.fingerprints))
+    want = list(steps(straight, n - 2, first=3))
+    again = begun(config)
+    checkpoint.restore(again, path, again.fingerprints)
+    for _ in range(2):
+        next(again.batches)
+    assert list(steps(again, n - 2, first=3)) == want and same_bits(all_bits(again), all_bits(straight))
+    return path, again
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:

@@ -77,13 +77,13 @@ def test_a_technique_that_cannot_be_loaded_is_named(tmp_path: Path, entry: str, 
 
 DEF = "    def wrap_step("
 FAILING = {  # text of the example -> what stands there instead, exit code, what is said
+    "a stage": ("        inner = trainer.optimizer_step\n", "        return trainer.nothing\n", 2, "AttributeError"),
     "a later step": (
         "            return inner()",
         "            self.__dict__['n'] = self.__dict__.get('n', 0) + 1\n"
         "            return inner() if self.__dict__['n'] < 4 else 1 / 0",
         1, "ZeroDivisionError",
     ),
-    "a stage": ("        inner = trainer.optimizer_step\n", "        return trainer.nothing\n", 2, "AttributeError"),
     "an optimizer": ("        def step() ->", "        def step(self: int) ->", 2, "TypeError"),
     "an update": ("            return inner()", "            raise ValueError('first\\nsecond')", 2, "first second"),
     "a loss": (
@@ -102,10 +102,7 @@ FAILING = {  # text of the example -> what stands there instead, exit code, what
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kind",
-    further(list(FAILING), 1),
-)
+@pytest.mark.parametrize("kind", further(list(FAILING), 1))
 def test_a_technique_that_fails_is_named(kind: str, tmp_path: Path) -> None:
     """In three lines, with the place in its own file."""
     path = plugged(tmp_path, "clip-values")

@@ -3,20 +3,16 @@ moments. What every optimizer owes is in test_optimizers.py."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.optim.adamw import adamw
 
 from optrush.kernels import adam8bit
 from optrush.kernels.adam8bit import BLOCK, dequantize_blocks, levels, quantize_blocks
-from optrush.models.shapes import SHAPES
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
 
 from heldout import held_out
 from optimizers import OPTIM, SIZES, gradients, parameters
-from trials import build_decoder
 
 CPU = torch.device("cpu")
 KINDS = {8: Adam8bit, 4: Adam4bit}
@@ -162,17 +158,6 @@ def test_which_moments_are_codes(bits, odd, cube):
     assert state["cube"]["square"].shape == (3, 8, cube[0]) and state["cube"]["square_scale"].shape == (3, 8, cube[1])
     assert set(state["a"]) == {"mean", "mean_scale", "square", "square_scale", "count"}
     assert not any(s.any() for by in state.values() for s in by.values()), "states begin at zero"
-
-
-@pytest.mark.parametrize("shape", ["llama-3.2-1b", "qwen2.5-0.5b"])
-@pytest.mark.parametrize(("bits", "each", "more"), [(8, 2.05, 0.05), (4, 1 + 8 / 128, 2e-3)])
-def test_bytes_a_parameter(shape, bits, each, more):
-    params = [
-        SimpleNamespace(name=n, local=p.detach(), decays=p.dim() > 1, full_shape=(*p.shape,), offset=(0,) * p.dim())
-        for n, p in build_decoder(SHAPES[shape], torch.bfloat16).named_parameters()
-    ]
-    states = [s for by in KINDS[bits](params, OPTIM).state().values() for s in by.values()]
-    assert sum(s.nbytes for s in states) / sum(t.local.numel() for t in params) == pytest.approx(each, abs=more)
 
 
 # What 4 bits owe besides: why the error of the mean is fed back, and why no code of the second moment is zero.

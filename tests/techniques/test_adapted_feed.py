@@ -19,7 +19,6 @@ from optrush.errors import NeedsError
 from optrush.hardware import TILE, parse_hardware
 from optrush.kernels import lora_matmul, swiglu, swiglu_quack
 from optrush.kernels.lora_matmul import Padding, concat_in_padding, concat_padded, with_padding
-from optrush.models import activation_offload
 from optrush.models.decoder import Linear
 from optrush.peft import lora
 from optrush.peft.adapter import AdapterToggle, place
@@ -28,12 +27,11 @@ from optrush.peft.quantized import Form, QuantizedLinear
 from optrush.planner import baseline, search
 from optrush.techniques import ALL
 from optrush.techniques.fused_kernels import FusedKernels
-from optrush.techniques.offload_activations import OffloadActivations
-from techniques.test_lora import Now, filled_by_nobody
+from techniques.test_lora import filled_by_nobody, offloading
 
 import memory
 from golden.make_golden import SIZES, T
-from trials import assembled, first_gradients, furthest, golden_run, kept, micro, shaped, steps
+from trials import assembled, first_gradients, furthest, golden_run, kept, learnt, micro, shaped, steps
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch of its own
 D_, F_ = SIZES["hidden_size"], SIZES["intermediate_size"]
@@ -83,12 +81,7 @@ def learning(box, lora=LORA, rows=2, classes=CLASSES, **with_):
     if with_.pop("padded", False):
         with_["fused_kernels"] = {"mlp": "none", "norm": True, "rope": True, **with_.get("fused_kernels", {})}
     run = golden_run(box, packed=True, rows=rows, sets=with_.pop("sets", ()), lora=lora, **with_)
-    job = assembled(run, classes)
-    for t in job.trained:
-        if t.name.endswith(".b"):
-            whole = torch.randn(t.full_shape, generator=torch.Generator().manual_seed(len(t.name))) * 0.1
-            t.local.copy_(whole[tuple(slice(o, o + n) for o, n in zip(t.offset, t.local.shape))])
-    return job
+    return learnt(assembled(run, classes))
 
 
 def inside(trainer):
@@ -166,22 +159,12 @@ def test_adapters_lie_in_whole_tiles_of_columns(monkeypatch):
 
 @pytest.mark.parametrize(
     ("targets", "beside"),
-    further(
-        [
-            ("all-linear", {}),
-            (["down_proj"], {"nf4": {"double": False}}),
-            ("attention", {"int8": {}}),
-            ("mlp", {"selective_recompute": {"ops": "attention"}, "nf4": {}}),
-            ("mlp", {"nf4": {}}),
-            ("mlp", {"int8": {}}),
-            (["gate_proj"], {}),
-            ("mlp", {"recompute": {}}),
-            ("mlp", {"attention": {}, "fused_loss": {"chunk": 64}, "fused_adamw": {}, "nf4": {}}),
-        ],
-        4,
-    ),
+    further([("all-linear", {}), (["down_proj"], {"nf4": {"double": False}}), ("attention", {"int8": {}}),
+             ("mlp", {"selective_recompute": {"ops": "attention"}, "nf4": {}}), ("mlp", {"nf4": {}}),
+             ("mlp", {"int8": {}}), (["gate_proj"], {}), ("mlp", {"recompute": {}}),
+             ("mlp", {"attention": {}, "fused_loss": {"chunk": 64}, "fused_adamw": {}, "nf4": {}})], 4),
     ids=str,
-)
+)  # fmt: skip
 def test_same_loss_and_gradients(box, targets, beside):
     lora = {**LORA, "targets": targets}
     want_loss, want = first_gradients(learning(box, lora, **beside))
@@ -257,16 +240,7 @@ def test_switched_off_it_is_the_base(box, beside):
 
 
 def test_offloaded(box, monkeypatch):
-    @dataclass(frozen=True)
-    class Moved(OffloadActivations):
-        def needs(self, setup):
-            yield from ()
-
-        def lane(self, job):
-            return Now()
-
-    monkeypatch.setattr(activation_offload.Offload.__init__, "__kwdefaults__", {"page": 4096, "least": 256})
-    classes = [Moved if t is OffloadActivations else t for t in CLASSES]
+    classes = offloading(monkeypatch, CLASSES)
     for base in ({}, {"nf4": {}}, FUSED):
         want = first_gradients(learning(box, **QUACK, **base))
         found = first_gradients(learning(box, classes=classes, offload_activations={"keep": 0}, **QUACK, **base))
@@ -374,20 +348,10 @@ def test_what_is_no_room():
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     ("base", "fused"),
-    further(
-        [
-            ({"nf4": {}}, FUSED),
-            ({"int8": {}}, {}),
-            ({}, {**FUSED, "amp": {}}),
-            ({}, {}),
-            ({}, FUSED),
-            ({"nf4": {}}, {}),
-            ({"int8": {}}, FUSED),
-        ],
-        3,
-    ),
+    further([({"nf4": {}}, FUSED), ({"int8": {}}, {}), ({}, {**FUSED, "amp": {}}), ({}, {}), ({}, FUSED),
+             ({"nf4": {}}, {}), ({"int8": {}}, FUSED)], 3),
     ids=str,
-)
+)  # fmt: skip
 def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch, traced):
     """Nor what a linear reads, forward or backward, where a kernel of ours wrote it: attention's result is not."""
     job = learning(box, **QUACK, **base, **fused, **({"compile": {}, "attention": {}} if compiled else {}))
@@ -452,17 +416,12 @@ def adapter_names(trainer, which):
 
 @pytest.mark.parametrize(
     ("withs", "rows", "times"),
-    further(
-        [
-            (["amp", "fused-adamw", "attention", "lora"], 2, 1),
-            (["bf16", "fused-adamw", "attention", "lora:rank=64,targets=[down_proj]", "fused-loss:chunk=1024"], 4, 2),
-            (["bf16", "fused-adamw", "attention", "recompute", "lora:targets=mlp,rank=33"], 2, 1),
-            (["bf16", "fused-adamw", "attention", "nf4", "lora"], 2, 1),
-        ],
-        0,
-    ),
+    further([(["amp", "fused-adamw", "attention", "lora"], 2, 1),
+             (["bf16", "fused-adamw", "attention", "lora:rank=64,targets=[down_proj]", "fused-loss:chunk=1024"], 4, 2),
+             (["bf16", "fused-adamw", "attention", "recompute", "lora:targets=mlp,rank=33"], 2, 1),
+             (["bf16", "fused-adamw", "attention", "nf4", "lora"], 2, 1)], 0),
     ids=str,
-)
+)  # fmt: skip
 def test_memory_is_what_was_said(withs, rows, times):
     config = shaped("llama-3.2-1b", *withs, "fused-kernels:mlp=quack", rows=rows, seq=1024, windows=times)
     said = search.predict(config, "h200")
@@ -557,25 +516,12 @@ def test_what_lays_matrices_side_by_side_is_asked_for(box, monkeypatch):
     assert FusedKernels(mlp="quack").wrap_step(there) == 0
 
 
-def test_no_search_takes_what_is_refused():
-    for options, quack in (("lora", True), ("lora:dropout=0.1", False), ("lora:dora=true", False)):
-        found = search.search(shaped("llama-3.2-1b", "nf4", options, rows=16), "h200")
-        blocks = [setting.with_.get("fused-kernels") or {} for setting in found.settings]
-        assert any(block.get("mlp") == "quack" for block in blocks) == quack, options
-
-
 @pytest.mark.parametrize(
     ("lora", "beside"),
-    [
-        ({"dora": True, "targets": "mlp"}, {}),
-        ({"dropout": 0.1}, {"nf4": {}}),
-        ({"targets": ["down_proj"], "dora": True}, {"int8": {}}),
-        ({"targets": "attention"}, {"fp8": {}}),
-        ({"targets": "mlp"}, {"fp8": {}}),
-        (None, {"ia3": {}}),
-    ],
+    [({"dora": True, "targets": "mlp"}, {}), ({"targets": ["down_proj"], "dropout": 0.1}, {"int8": {}}),
+     ({"targets": "attention"}, {"fp8": {}}), (None, {"ia3": {}})],
     ids=str,
-)
+)  # fmt: skip
 def test_what_the_stage_refuses(box, lora, beside):
     with_ = {**beside, **({} if lora is None else {"lora": lora})}
     run = golden_run(box, packed=True, **QUACK, **with_)

@@ -10,7 +10,7 @@ from meshes import further
 from optrush.techniques import amp
 
 from golden.make_golden import CASES
-from trials import assembled, first_gradients, golden_run, steps, weights
+from trials import all_bits, assembled, first_gradients, golden_run, same_bits, steps
 
 # Of float32's: the loss, and the whole gradient (its difference's norm over its norm), which is 13 roundings away (2^-9
 # in bf16, 2^-12 in fp16) through two layers.
@@ -73,18 +73,11 @@ def test_close_to_float32(box, dtype, others, stream):
 
 
 @pytest.mark.parametrize("dtype", further(["fp16", "bf16"], 1))
-def test_close_to_float32_over_eight_steps(box, dtype):
-    base = list(steps(assembled(golden_run(box, packed=True))))
-    for (loss, norm, _), (want_loss, want_norm, _) in zip(
-        list(steps(assembled(golden_run(box, packed=True, amp={"dtype": dtype})))), base
-    ):
+def test_close_to_float32_over_four_steps(box, dtype):
+    base, found = (steps(assembled(golden_run(box, packed=True, **w)), 4) for w in ({}, {"amp": {"dtype": dtype}}))
+    for (loss, norm, _), (want_loss, want_norm, _) in zip(found, base, strict=True):
         assert loss == pytest.approx(want_loss, rel=2e-3)
         assert norm == pytest.approx(want_norm, rel=2e-2), "the norm is of unscaled gradients"
-
-
-def everything(trainer):
-    states = [s.clone() for by_name in trainer.optimizer.state().values() for s in by_name.values()]
-    return [*weights(trainer).values(), *states]
 
 
 @pytest.mark.parametrize("optimizer", further([{"fused_adamw": {}}, {}], 1))
@@ -93,10 +86,10 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(box, optimizer):
     assert job.scale.item() == 2.0**16
     assert [skipped for *_, skipped in steps(job, 2)] == [False, False]
     job.scale.fill_(2.0**24)
-    before = everything(job)
+    before = all_bits(job)
     ((_, norm, skipped),) = steps(job, 1, first=3)
     assert skipped and not torch.isfinite(torch.tensor(norm))
-    assert all(torch.equal(a, b) for a, b in zip(everything(job), before, strict=True))
+    assert same_bits(all_bits(job), before)
     assert job.scale.item() == 2.0**23
     falling = []
     for k in range(4, 9):
@@ -152,13 +145,3 @@ def test_on_two_ranks(box, pair, dtype, data, autocast):
         for (loss, norm), (want_loss, want_norm) in zip(found, base):
             assert loss == pytest.approx(want_loss, rel=2e-3)
             assert norm == pytest.approx(want_norm, rel=2e-2)
-
-
-def test_these_tests_would_see_a_norm_that_is_not_unscaled(box):
-    job = assembled(golden_run(box, packed=True, amp={"dtype": "fp16"}))
-    ((_, want, _),) = steps(assembled(golden_run(box, packed=True)), 1)
-    job.config = job.config.model_copy()
-    inner = job.grad_norm
-    job.grad_norm = lambda: inner() * job.scale
-    ((_, norm, _),) = steps(job, 1)
-    assert norm > 1000 * want

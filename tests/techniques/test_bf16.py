@@ -13,30 +13,14 @@ from optrush.errors import NeedsError, NoEffectError
 from optrush.planner import search
 from optrush.techniques import ALL
 from optrush.techniques.bf16 import Bf16
-from optrush.trainer.checkpoint import Meta, find_checkpoints, restore, save
 
 from golden.sgd import Sgd
-from heldout import float32, held_out, travelled, worse
-from trials import assembled, golden_run, shaped, steps, weights
+from heldout import float32, held_out, travelled
+from trials import all_bits, assembled, golden_run, shaped, steps, weights
 
-MARGINS = {"nearest": 0.03, "stochastic": 0.02, "kahan": 0.01}  # nats a token, of the mean over the seeds
 RANDOM = ["stochastic", "kahan"]
 OURS = {"bf16": {}}
 KAHAN = {"bf16": {"rounding": "kahan"}}
-
-
-@pytest.mark.parametrize("rounding", further(["stochastic", "kahan", "nearest"], 1))
-def test_held_out_loss_of_a_seed(box, rounding):
-    off = held_out(box, 1, bf16={"rounding": rounding})[1] - float32(box, 1)[1]
-    assert off < 2 * MARGINS[rounding]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rounding", MARGINS)
-def test_held_out_loss_over_seeds(box, rounding):
-    """A seed alone may be twice as far."""
-    off = worse(box, bf16={"rounding": rounding})
-    assert sum(off) / len(off) < MARGINS[rounding] and max(off) < 2 * MARGINS[rounding]
 
 
 @pytest.mark.slow
@@ -49,7 +33,7 @@ def test_small_updates_are_lost_to_the_nearest(box):
     assert ours[0] - ours[1] < 0.8 * (base[0] - base[1]) and kept[0] - kept[1] > 0.9 * (base[0] - base[1])
 
 
-@pytest.mark.parametrize("options", [{}, {"rounding": "nearest"}, {"rounding": "kahan"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"rounding": "nearest"}], ids=str)
 @pytest.mark.parametrize("optimizer", further([{}, {"fused_adamw": {}}], 1), ids=str)
 def test_everything_is_bf16(box, optimizer, options):
     job = assembled(golden_run(box, packed=True, bf16=options, **optimizer))
@@ -85,6 +69,11 @@ def words(trainer):
     return update.group.params.words
 
 
+def test_bits_are_of_the_runs_seed(box):
+    one, same, other = (words(assembled(golden_run(box, sets=[f"seed={n}"], **OURS))).tolist() for n in (11, 11, 12))
+    assert one == same != other
+
+
 @pytest.mark.slow
 def test_weights_move_at_a_small_rate(box):
     """stochastic: the way along float32's is as long as float32's; across it is the rounding's noise. kahan: weight and
@@ -97,38 +86,13 @@ def test_weights_move_at_a_small_rate(box):
     assert (kahan.way - want.way).norm() < 0.05 * want.way.norm()
 
 
-def states(trainer) -> dict[str, torch.Tensor]:
-    found = {
-        f"{name} {kind}": s.clone() for name, kinds in trainer.optimizer.state().items() for kind, s in kinds.items()
-    }
-    return found | weights(trainer)
-
-
-@pytest.mark.parametrize("rounding", further(RANDOM, 1))
-def test_a_resumed_run_draws_the_same_bits(box, tmp_path, rounding):
-    run = golden_run(box, packed=True, sets=[f"output={tmp_path}"], bf16={"rounding": rounding})
-    job = assembled(run)
-    list(steps(job, 2))
-    save(job, 2, Meta("00ff", position=0))
-    list(steps(job, 2, first=3))
-    again = assembled(run)
-    for _ in range(2):
-        next(again.batches)
-    restore(again, find_checkpoints(tmp_path)[0], {})
-    list(steps(again, 2, first=3))
-    want, found = states(job), states(again)
-    assert want.keys() == found.keys() and all(torch.equal(want[name], found[name]) for name in want)
-    other = assembled(golden_run(box, packed=True, sets=[f"output={tmp_path}", "seed=12"], bf16={"rounding": rounding}))
-    assert words(job).tolist() != words(other).tolist(), "the seed is the run's"
-
-
 @pytest.mark.parametrize("rounding", RANDOM)
 def test_the_loop_and_one_kernel_agree(box, rounding):
     one, other = (
         assembled(golden_run(box, packed=True, bf16={"rounding": rounding}, **w)) for w in ({}, {"fused_adamw": {}})
     )
     assert list(steps(one, 3)) == list(steps(other, 3)) and not one.optimizer.reads_host
-    want, found = states(one), states(other)
+    want, found = all_bits(one), all_bits(other)
     assert all(torch.equal(want[name], found[name]) for name in want)
 
 
@@ -179,15 +143,6 @@ def test_a_machine_without_triton_is_refused(monkeypatch):
     assert "install gcc" in error.value.do
 
 
-def test_these_tests_would_see_bits_that_differ(box, monkeypatch):
-    """Another seed's bits: other weights, though the loss hardly shows it."""
-    job, other = (assembled(golden_run(box, packed=True, **OURS)) for _ in range(2))
-    words(other).add_(1)
-    first, second = list(steps(job, 4)), list(steps(other, 4))
-    assert first[0] == second[0] and first[-1][0] == pytest.approx(second[-1][0], rel=0.02)
-    assert not any(torch.equal(weights(job)[n], weights(other)[n]) for n in weights(job) if weights(job)[n].dim() > 1)
-
-
 def test_the_weight_is_the_nearest_of_the_sum(box):
     job = assembled(golden_run(box, packed=True, **KAHAN))
     list(steps(job, 4))
@@ -199,16 +154,6 @@ def test_the_weight_is_the_nearest_of_the_sum(box):
         # The remainder is rounded itself, so that a tie may fall to the other side.
         unit = torch.exp2(w.double().abs().clamp_min(1e-30).log2().floor() - 8)
         assert ((both - w.double()).abs() <= unit * 1.01).all(), name
-
-
-def test_these_tests_would_see_remainders_that_are_lost(box):
-    job, other = (assembled(golden_run(box, packed=True, sets=["optim.lr=1e-5"], **KAHAN)) for _ in range(2))
-    list(steps(job, 4))
-    for k in range(1, 5):
-        list(steps(other, 1, first=k))
-        for s in other.optimizer.state().values():
-            s["compensation"].zero_()
-    assert not all(torch.equal(w, weights(other)[name]) for name, w in weights(job).items())
 
 
 @pytest.mark.parametrize("hardware", ["h200", "cpu"])

@@ -11,8 +11,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from meshes import further
-from optrush.decide import decide
-from optrush.errors import NeedsError
 from optrush.kernels import attention
 from optrush.technique import package_digest
 
@@ -53,16 +51,9 @@ def far(box):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize(
     ("implementation", "scope", "packed", "code"),
-    further(
-        [
-            ("native", "blocks", True, False),
-            ("native", "blocks", True, True),
-            ("native", "model", True, True),
-            ("transformers", "model", False, True),
-        ],
-        1,
-    ),
-)
+    further([("native", "blocks", True, False), ("native", "blocks", True, True), ("native", "model", True, True),
+             ("transformers", "model", False, True)], 1),
+)  # fmt: skip
 def test_same_figures_from_one_compilation(box, uneven, far, monkeypatch, implementation, scope, packed, code):
     """Every step has other documents, whose longest differ; one of the two blocks is recomputed.
 
@@ -96,12 +87,6 @@ def _unwritten(monkeypatch):
     """The same graphs, run without code that is written for them."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, options=None, **more: real(f, backend="aot_eager", **more))
-
-
-def test_one_graph_is_for_one_rank(box):
-    run = golden_run(box, packed=True, ddp={}, compile={"scope": "model"})
-    with pytest.raises(NeedsError, match="take scope=blocks"):
-        decide(run, ranks=2)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -13,7 +13,7 @@ from meshes import MeshCase, follows, further, prove, saved, train
 from optrush import technique
 from optrush.benchmark.worker import proof_window
 from optrush.decide import decide
-from optrush.errors import ConflictError, NeedsError
+from optrush.errors import NeedsError
 from optrush.hardware import GIB, NAMED
 from optrush.planner import baseline
 from optrush.planner.ledger import line_bytes, peak_memory
@@ -21,7 +21,6 @@ from optrush.techniques import ALL, deepspeed
 from optrush.trainer.checkpoint import slices, verify
 from optrush.trainer.trainer import evaluate
 
-from golden.make_golden import CASES
 from trials import assembled, first_gradients, furthest, golden_run, published, shaped, steps, weights
 
 there = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
@@ -206,53 +205,6 @@ def test_these_tests_would_see_it(box, pair, how):
 
 # What it refuses.
 
-REFUSED = [
-    (zero(3), (), 1, "one rank", "--ranks 2"),
-    (zero(3) | {"tensor": {}}, (), 2, "one group of 2 ranks", "--ranks 2"),
-    (zero(3) | {"tensor": {}}, (), 4, "parts of matrices", "fsdp"),
-    (zero(3) | {"pipeline": {}}, (), 4, "blocks", "fsdp"),
-    (zero(3) | {"context": {}}, (), 4, "parts of rows", "fsdp"),
-    (zero(3) | {"compile": {}}, (), 2, "one graph", "leave compile out"),
-    (zero(2) | {"bf16": {}}, (), 2, "bfloat16", "take amp"),
-    (zero(1) | {"amp": {}}, (), 2, "another optimizer", "stage: 2"),
-    (zero(2) | {"micro-batch": {}}, (), 2, "micro_tokens: auto", "a number"),
-    (zero(2), ("objective=dpo",), 2, "pairs", "fsdp"),
-    (zero(2) | {"amp": {}}, ("model.implementation=transformers",), 2, "through transformers", "leave amp out"),
-    (zero(2, offload="all"), (), 2, "stage: 2", "stage: 3"),
-    (zero(2, hpz=2), (), 2, "stage: 2", "stage: 3"),
-    (zero(3, hpz=3), (), 2, "2 ranks", "divisor"),
-]
-
-
-@pytest.mark.parametrize(("with_", "sets", "ranks", "found", "do"), REFUSED, ids=str)
-def test_what_it_refuses(box, with_, sets, ranks, found, do):
-    run = golden_run(box, CASES["chat"], packed=True, rows=1, sets=sets, **with_)
-    with pytest.raises(NeedsError) as error:
-        decide(run, ranks=ranks)
-    assert found in error.value.found and do in error.value.do and error.value.asked
-
-
-@pytest.mark.parametrize(
-    ("shape", "more", "found"),
-    [
-        ("qwen3-30b-a3b", [], "a model with experts"),
-        ("llama-3.2-1b", ["offload-activations"], "saved activations"),
-        ("llama-3.2-1b", ["fp8", "amp", "compile"], "one graph"),
-        ("llama-3.2-1b", ["fused-kernels:mlp=quack", "amp"], "changes the layout of weights"),
-        ("llama-3.2-1b", ["cuda-graphs"], "over several ranks"),
-    ],
-)
-def test_what_it_refuses_on_a_gpu(shape, more, found):
-    with pytest.raises(NeedsError) as error:
-        decide(shaped(shape, "deepspeed", *more, rows=1, windows=4), ranks=2, device=NAMED["h100"])
-    assert found in error.value.found and error.value.do
-
-
-@pytest.mark.parametrize("other", ["ddp", "fsdp", "fused-adamw", "adam8bit", "adam4bit", "muon", "update-in-backward"])
-def test_its_optimizer_and_its_axis_are_its_own(box, other):
-    with pytest.raises(ConflictError):
-        decide(golden_run(box, packed=True, sets=["batch.tokens=1536"], **zero(2), **{other: {}}), ranks=2)
-
 
 def refused_there(box, with_, version=None):
     if version is not None:
@@ -269,12 +221,10 @@ def refused_there(box, with_, version=None):
 @there
 @pytest.mark.parametrize(
     ("with_", "version", "found", "do"),
-    [
-        (zero(2) | {"amp": {"dtype": "fp16"}}, None, "loss scale", "bf16"),
-        (zero(2), "0.18.3", "0.18.3", "optrush[deepspeed]"),
-        (zero(2) | {"lora": {"rank": 4, "lr_ratio": 4.0}}, None, "lr_ratio", "leave lr_ratio out"),
-    ],
-)
+    [(zero(2) | {"amp": {"dtype": "fp16"}}, None, "loss scale", "bf16"),
+     (zero(2), "0.18.3", "0.18.3", "optrush[deepspeed]"),
+     (zero(2) | {"lora": {"rank": 4, "lr_ratio": 4.0}}, None, "lr_ratio", "leave lr_ratio out")],
+)  # fmt: skip
 def test_what_it_refuses_when_it_is_built(box, pair, with_, version, found, do):
     for said in pair(refused_there, box, with_, version):
         assert found in said[0] and do in said[1]

@@ -11,10 +11,8 @@ from safetensors.torch import load_file
 
 from meshes import further
 from optrush.decide import decide
-from optrush.errors import NeedsError
 from optrush.exporting import export_run
 from optrush.planner import search
-from optrush.trainer import checkpoint
 from optrush.trainer import run as fit
 from optrush.trainer.trainer import Trainer, evaluate
 
@@ -50,12 +48,6 @@ def test_averages_are_those_of_the_weights(box: Path, with_: dict[str, Any]) -> 
         torch.testing.assert_close(average.double(), wanted[name], rtol=1e-6, atol=1e-7)
 
 
-def test_the_weights_train_as_without_it(box: Path) -> None:
-    job, plain = averaged(box), assembled(golden_run(box, packed=True))
-    assert list(steps(job, 3)) == list(steps(plain, 3))
-    assert all(torch.equal(w, weights(plain)[n]) for n, w in weights(job).items())
-
-
 def test_a_skipped_update_changes_nothing(box: Path) -> None:
     job = averaged(box)
     skipped = torch.tensor(True)
@@ -86,21 +78,6 @@ def test_what_is_evaluated(box: Path) -> None:
     assert evaluate(raw).loss == evaluate(other).loss
 
 
-def test_a_resumed_run_is_the_same_to_the_bit(box: Path, tmp_path: Path) -> None:
-    sets = [f"output={tmp_path}/out"]
-    straight = averaged(box, sets=sets)
-    list(steps(straight, 2))
-    checkpoint.save(straight, 2, checkpoint.Meta("00ff", 0, fingerprints={}))
-    list(steps(straight, 1, first=3))
-    again = averaged(box, sets=sets)
-    checkpoint.restore(again, checkpoint.find_checkpoints(tmp_path / "out")[0], {})
-    for _ in range(2):
-        next(again.batches)
-    list(steps(again, 1, first=3))
-    for found, wanted in ((weights(again), weights(straight)), (averages(again), averages(straight))):
-        assert all(torch.equal(w, wanted[n]) for n, w in found.items())
-
-
 @pytest.mark.parametrize(
     ("with_", "export"), further([({}, True), ({"lora": {}}, False), ({}, False), ({"lora": {}}, True)], 2), ids=str
 )
@@ -126,28 +103,6 @@ def test_what_is_exported(box: Path, tmp_path: Path, export: bool, with_: dict[s
             torch.testing.assert_close(found[name].double(), w, rtol=1e-6, atol=1e-7)
 
 
-def shards(box: Path, with_: dict[str, Any], output: str) -> list[tuple[float, float]]:
-    job = averaged(box, rows=2, sets=[f"output={output}"], **with_)
-    found = [f[:2] for f in steps(job, 3)]
-    checkpoint.save(job, 3, checkpoint.Meta("00ff", 0, fingerprints={}))
-    return found
-
-
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-def test_ranks(box: Path, tmp_path: Path, pair: Any, sharding: str) -> None:
-    """What two ranks saved is what one rank has."""
-    one = averaged(box, rows=4)
-    figures = [f[:2] for f in steps(one, 3)]
-    assert all(
-        side == [pytest.approx(f, rel=1e-4) for f in figures]
-        for side in pair(shards, box, {sharding: {}}, str(tmp_path))
-    )
-    again = averaged(box, rows=4)
-    checkpoint.restore(again, checkpoint.find_checkpoints(tmp_path)[0], {})
-    for name, average in averages(again).items():
-        torch.testing.assert_close(average, averages(one)[name], rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("with_", [("bf16", "adam8bit"), ("muon",), ("fused-adamw",)], ids=str)
 def test_a_plan_counts_four_bytes_a_parameter(with_: tuple[str, ...]) -> None:
     plain, more = (search.predict(shaped("llama-3.2-1b", *with_, *ema), "h200") for ema in ((), ("ema",)))
@@ -167,18 +122,7 @@ def test_a_plan_of_what_is_frozen_or_sharded() -> None:
     assert ema("fsdp", hardware="2xh200") == pytest.approx(ema() / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "with_", [{"update_in_backward": {}}, {"paged_states": {}, "adam8bit": {}}, {"deepspeed": {}}], ids=str
-)
-def test_what_it_contradicts(box: Path, with_: dict[str, Any]) -> None:
-    with pytest.raises(NeedsError):
-        decide(golden_run(box, ema={}, **with_))
-
-
-@pytest.mark.parametrize(
-    ("decay", "share"),
-    [(0.999, "99%"), (0.9999, "100%"), (0.9, "43%"), (0.7, ""), (0.5, "")],
-)
+@pytest.mark.parametrize(("decay", "share"), [(0.999, "99%"), (0.9999, "100%"), (0.9, "43%"), (0.7, ""), (0.5, "")])
 def test_averages_that_are_mostly_the_first_weights_are_noted(box: Path, decay: float, share: str) -> None:
     notes = assembled(golden_run(box, packed=True, ema={"decay": decay})).notes
     found = [note for note in notes if note.startswith("ema: after")]

@@ -177,16 +177,11 @@ ADAPTED = {"lora": {"targets": ["experts", "q_proj"], "rank": 8}}
 
 @pytest.mark.parametrize(
     ("family", "with_", "whole"),
-    [
-        ("dense and sparse layers", {}, True),
-        ("dense and sparse layers", {"recompute": {}}, True),
-        ("dense and sparse layers", ADAPTED, False),
-        ("dense and sparse layers", {"int8": {}, **ADAPTED}, False),
-        ("shared experts", {}, True),
-        ("weights before experts", {}, False),
-    ],
+    [("dense and sparse layers", {}, True), ("dense and sparse layers", {"recompute": {}}, True),
+     ("dense and sparse layers", ADAPTED, False), ("dense and sparse layers", {"int8": {}, **ADAPTED}, False),
+     ("shared experts", {}, True), ("weights before experts", {}, False)],
     ids=str,
-)
+)  # fmt: skip
 def test_gradients_of_whole_models(quack, tmp_path, family, with_, whole):
     from optrush.kernels import experts_quack
 

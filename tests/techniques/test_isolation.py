@@ -9,14 +9,10 @@ from isolation import alone, disturbed
 from trials import assembled, golden_run, micro
 
 PATHS = [
-    ("native", {}),
-    ("native", {"attention": {"impl": "masked"}}),
-    ("native", {"attention": {"impl": "sdpa"}}),
-    ("native", {"attention": {"impl": "sdpa"}, "fused_loss": {"chunk": 7}, "recompute": {}}),
-    ("transformers", {}),
-    ("transformers", {"attention": {"impl": "masked"}}),
-    ("transformers", {"attention": {"impl": "sdpa"}}),
-]
+    ("native", {}), ("native", {"attention": {"impl": "masked"}}), ("native", {"attention": {"impl": "sdpa"}}),
+    ("native", {"attention": {"impl": "sdpa"}, "fused_loss": {"chunk": 7}, "recompute": {}}), ("transformers", {}),
+    ("transformers", {"attention": {"impl": "masked"}}), ("transformers", {"attention": {"impl": "sdpa"}}),
+]  # fmt: skip
 
 
 @pytest.fixture(params=PATHS, ids=lambda p: "-".join([p[0], *(f"{k}:{v}" for k, v in p[1].items())]))

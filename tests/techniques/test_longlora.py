@@ -9,21 +9,15 @@ import torch
 
 from meshes import further
 from optrush.data.batch import Documents
-from optrush.decide import decide
-from optrush.errors import NeedsError
 from optrush.kernels import attention
 from optrush.kernels.attention_shifted import shifted
-from optrush.models.shapes import SHAPES
 from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import T
-from heldout import worse
-from memory import check_prediction
-from trials import apart, assembled, first_gradients, furthest, golden_run, shaped, steps
+from trials import apart, assembled, first_gradients, furthest, golden_run, steps
 
 CLOSE = 1e-5
 BESIDE = {"attention": {}, "recompute": {}, "fused-kernels": {"rope": True}}
-MARGIN = 0.1  # nats a token, of the mean over the seeds: documents of up to 22 tokens in groups of 24
 
 
 def may_read(ids, heads, group):
@@ -133,17 +127,6 @@ def test_an_evaluation_is_dense(box):
     assert T // 4 == 12, "the groups that it takes by itself"
 
 
-def on_ranks(box, with_):
-    return first_gradients(assembled(golden_run(box, packed=True, longlora={}, **with_)))
-
-
-@pytest.mark.parametrize("with_", [{"fsdp": {}}, {"ddp": {}, "attention": {}}], ids=str)
-def test_two_ranks_are_one_process(box, pair, with_):
-    loss, grads = on_ranks(box, {})
-    for found, theirs in pair(on_ranks, box, with_):
-        assert found == pytest.approx(loss, rel=CLOSE) and furthest(theirs, grads) < CLOSE
-
-
 def test_with_adapters_embedding_and_norms_learn(box):
     """What the paper adds to LoRA is lora's own option."""
     save = ["embed_tokens", "norm", "input_layernorm", "post_attention_layernorm"]
@@ -153,42 +136,3 @@ def test_with_adapters_embedding_and_norms_learn(box):
     moved = {t.name for t in job.trained if not torch.equal(t.whole, before[t.name])}
     whole = {"embedding.weight", "norm.weight", *(f"blocks.{i}.norm{n}.weight" for i in (0, 1) for n in (1, 2))}
     assert whole <= moved and all(name in whole or ".adapter." in name for name in moved)
-
-
-@pytest.mark.slow
-def test_held_out_loss_over_seeds(box):
-    """In two groups a row: in four it is 0.15 nats behind after these 40 steps."""
-    off = worse(box, longlora={"group": T // 2})
-    assert sum(off) / len(off) < MARGIN
-
-
-@pytest.mark.parametrize("more", [("attention",), pytest.param((), marks=pytest.mark.slow)], ids=str)
-def test_the_plan_counts_the_bytes(more, monkeypatch):
-    monkeypatch.setitem(SHAPES, "llama-3.2-1b", SHAPES["llama-3.2-1b"] | {"num_hidden_layers": 6})
-    check_prediction(
-        shaped("llama-3.2-1b", "bf16", "fused-adamw", "fused-loss", "longlora", *more, rows=1, seq=2048), rel=0.05
-    )
-
-
-# Refusals.
-
-
-@pytest.mark.parametrize(
-    ("options", "with_", "ranks", "found"),
-    [
-        ({"group": 10}, {}, 1, "groups of 10"),
-        ({"group": 3}, {}, 1, "groups of 3"),
-        ({"group": T}, {}, 1, f"groups of {T}"),
-        ({}, {"context": {}, "ddp": {}}, 2, "shards rows or heads"),
-        ({}, {"tensor": {}}, 2, "shards rows or heads"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_with_it(box, options, with_, ranks, found):
-    with pytest.raises(NeedsError, match=found):
-        decide(golden_run(box, longlora=options, **with_), ranks=ranks)
-
-
-def test_other_models(box):
-    with pytest.raises(NeedsError, match="runs through transformers"):
-        decide(golden_run(box, sets=["model.implementation=transformers"], longlora={}))

@@ -59,13 +59,11 @@ def test_no_search_leaves_it_out():
 
 @pytest.mark.parametrize(
     ("withs", "device", "found", "do"),
-    [
-        ("memory-cap:mib=100", hardware.CPU, "a CPU only", "use such a device"),
-        ("memory-cap", H200, "neither `fraction` nor `mib`", "exactly one"),
-        ("memory-cap:mib=9000,fraction=0.5", H200, "`fraction: 0.5` and `mib: 9000`", "exactly one"),
-        ("memory-cap:mib=900000", H200, "NVIDIA H200 has 143155 MiB", "take less"),
-        ("memory-cap:mib=700", H200, "800 MiB are for the CUDA context", "take more"),
-    ],
+    [("memory-cap:mib=100", hardware.CPU, "a CPU only", "use such a device"),
+     ("memory-cap", H200, "neither `fraction` nor `mib`", "exactly one"),
+     ("memory-cap:mib=9000,fraction=0.5", H200, "`fraction: 0.5` and `mib: 9000`", "exactly one"),
+     ("memory-cap:mib=900000", H200, "NVIDIA H200 has 143155 MiB", "take less"),
+     ("memory-cap:mib=700", H200, "800 MiB are for the CUDA context", "take more")],
 )  # fmt: skip
 def test_what_is_refused(withs, device, found, do):
     with pytest.raises(NeedsError) as caught:

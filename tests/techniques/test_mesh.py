@@ -3,6 +3,7 @@ refusals."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from pathlib import Path
@@ -12,14 +13,13 @@ import pytest
 import torch
 
 from faults.harness import LONG, told
-from meshes import MeshCase, bits, follows, further, pass_on, play, prove, saved, train
-from optrush.decide import decide
-from optrush.errors import NeedsError
+from meshes import MeshCase, bits, further, pass_on, play, prove
+from optrush.techniques import ALL
 from optrush.trainer import checkpoint
 from optrush.trainer import run as fit
 from optrush.trainer.trainer import RunPlan
 
-from trials import assembled, first_gradients, golden_run, steps
+from trials import assembled, golden_run, steps
 
 HYBRID = {"fsdp": {"replicate": 2}}
 CASES = [
@@ -44,15 +44,6 @@ def test_what_a_rank_of_a_group_holds(box, quad):
     """Half of the model, not a quarter: two groups of two."""
     whole = play(box, MeshCase(1, {}), {}).held
     assert [one.held for one in quad(play, box, MeshCase(4, HYBRID, rows=1), HYBRID)] == [whole // 2] * 4
-
-
-def test_a_checkpoint_goes_on_in_another_mesh(box, quad, pair, tmp_path):
-    hybrid, one = tmp_path / "hybrid", tmp_path / "one"
-    follows(quad(train, box, hybrid, HYBRID)[0])
-    follows(pair(train, box, tmp_path / "ddp", {"ddp": {}}, saved(hybrid))[0], first=5)
-    follows(train(box, tmp_path / "alone", {}, saved(hybrid)), first=5)
-    train(box, one, {})
-    follows(quad(train, box, tmp_path / "back", HYBRID, saved(one))[0], first=5)
 
 
 # Any mesh goes on in any other.
@@ -86,10 +77,10 @@ def sources(meshes, name):
     return names if LONG else [names[(at + n) % len(names)] for n in range(3)]
 
 
-def half(box, folder, name, with_, sets):
+def half(box, folder, name, with_, sets, classes=ALL):
     """Save half of a run; return losses and norms of what follows."""
     config = golden_run(box, rows=1, packed=True, sets=(f"output={folder / name}", *sets), **with_)
-    job = assembled(config)
+    job = assembled(config, classes)
     list(steps(job, 4))
     checkpoint.save(job, 4, checkpoint.Meta("00ff", job.stream.position(4), fingerprints=job.fingerprints))
     return [figures[:2] for figures in steps(job, MORE, first=5)]
@@ -116,19 +107,54 @@ def other_half(box, folder, name, with_, sets, others):
     return found
 
 
+def groups(pair, quad):
+    return {1: lambda f, *args: [f(*args)], 2: pair, 4: quad}
+
+
+QUICK = [
+    ("hsdp", "untied"), ("tensor", "untied"), ("context", "untied"), ("pipeline", "tied"),
+    ("experts and fsdp", "moe"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(box, tmp_path_factory):
+    """Of a model, once: the folder in which one process saved the half of a run, and what follows there."""
+
+    @functools.cache
+    def made(model):
+        folder = tmp_path_factory.mktemp("alone")
+        return folder, half(box, folder, "one process", {}, (f"model.path={box / model}",))
+
+    return made
+
+
+@pytest.mark.parametrize(("name", "model"), QUICK)
+def test_a_checkpoint_goes_on_in_one_process_and_back(box, pair, quad, alone, name, model):
+    n, with_ = (ROUTED if model == "moe" else DENSE)[name]
+    sets, ranks, (tmp_path, want) = (f"model.path={box / model}",), groups(pair, quad)[n], alone(model)
+    for figures in ranks(half, box, tmp_path, name, with_, sets):
+        assert np.allclose(figures, want, rtol=1e-5, atol=0)
+    back = ranks(other_half, box, tmp_path, name, with_, sets, ["one process"])
+    there = other_half(box, tmp_path, "one process", {}, sets, [name])
+    assert back[0]["one process"][0] == there[name][0] == []
+    for found in (there[name], *(one["one process"] for one in back)):
+        assert np.allclose(found[1], want, rtol=1e-5, atol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("meshes", "sets"), [(DENSE, ()), (ROUTED, ("model=moe",))], ids=["dense", "experts"])
 def test_any_mesh_goes_on_in_any_other(box, pair, quad, tmp_path, meshes, sets):
     """Weights and optimizer states are the same bits, for a cut is a slice; losses and norms are to 1e-5."""
-    groups = {1: lambda f, *args: [f(*args)], 2: pair, 4: quad}
+    by = groups(pair, quad)
     sets = tuple(text.replace("=moe", f".path={box / 'moe'}") for text in sets)
-    went = {name: groups[n](half, box, tmp_path, name, w, sets) for name, (n, w) in meshes.items()}
+    went = {name: by[n](half, box, tmp_path, name, w, sets) for name, (n, w) in meshes.items()}
     want = went["one process"][0]
     for figures in (one for ranks in went.values() for one in ranks):
         assert np.allclose(figures, want, rtol=1e-5, atol=0)
     pairs = {name: sources(meshes, name) for name in meshes}
     for name, (n, with_) in meshes.items():
-        ranks = groups[n](other_half, box, tmp_path, name, with_, sets, pairs[name])
+        ranks = by[n](other_half, box, tmp_path, name, with_, sets, pairs[name])
         for source in pairs[name]:
             assert ranks[0][source][0] == [], f"saved in {source}, gone on in {name}"
             for found in ranks:
@@ -179,34 +205,3 @@ def test_many_steps_are_those_of_ddp_and_leak_nothing(box, pair, quad):
             assert after[:2] == (tensors, held) and most < GROWS, f"{kind}: {after[2] - resident:+} bytes"
     figure = f"{STEPS} steps of fsdp 2, fsdp 3 and hsdp: losses and norms within {worst:.1e} of ddp's"
     told("R17", 4, f"{figure}; in the last {STEPS // 2} no tensor more, {most / (1 << 20):+.1f} MiB a rank at most")
-
-
-def miscounted(box):
-    """Loss and norm of the first step where every copy counts."""
-    job = assembled(golden_run(box, rows=1, packed=True, **HYBRID))
-    job.counts = lambda t: True
-    loss, _ = first_gradients(job)
-    return loss, job.grad_norm().item()
-
-
-def test_these_tests_would_see_copies_that_count_twice(box, quad):
-    job = assembled(golden_run(box, packed=True))
-    loss, _ = first_gradients(job)
-    norm = job.grad_norm().item()
-    for seen, wrong in quad(miscounted, box):
-        assert seen == pytest.approx(loss, rel=1e-5) and wrong == pytest.approx(norm * 2**0.5, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options", "found"),
-    [
-        (3, {"replicate": 2}, "3 ranks"),
-        (2, {"replicate": 2}, "2 ranks in 2 groups"),
-        (1, {"replicate": 2}, "one rank"),
-        (1, {}, "one rank"),
-    ],
-)
-def test_meshes_that_the_ranks_do_not_fill(box, ranks, options, found):
-    with pytest.raises(NeedsError) as error:
-        decide(golden_run(box, packed=True, fsdp=options), ranks=ranks)
-    assert found in error.value.found and "ranks" in error.value.do

@@ -347,14 +347,10 @@ def test_auto_runs(box):
 
 @pytest.mark.parametrize(
     ("speeds", "peaks", "want"),
-    [
-        ({1: 100, 2: 100.5, 4: 100.4}, {1: 10, 2: 20, 4: 30}, 4),  # equally fast: the largest
-        ({1: 100, 2: 100.5, 4: 100.4}, {1: 10, 2: 20, 4: 79}, 2),  # with room to spare
-        ({1: 100, 2: 102.5}, {1: 10, 2: 79}, 1),  # little is gained where none is left
-        ({1: 100, 2: 104}, {1: 10, 2: 79}, 2),  # much is
-        ({1: 100, 2: 104, 4: 104}, {1: 10, 2: 78.5, 4: 79}, 2),
-    ],
-)
+    [({1: 100, 2: 100.5, 4: 100.4}, {1: 10, 2: 20, 4: 30}, 4),
+     ({1: 100, 2: 100.5, 4: 100.4}, {1: 10, 2: 20, 4: 79}, 2), ({1: 100, 2: 102.5}, {1: 10, 2: 79}, 1),
+     ({1: 100, 2: 104}, {1: 10, 2: 79}, 2), ({1: 100, 2: 104, 4: 104}, {1: 10, 2: 78.5, 4: 79}, 2)],
+)  # fmt: skip
 def test_rows_with_room_to_spare(speeds, peaks, want):
     """Of 80 GB, some 76 GiB of which a peak may have."""
     fitting = [(speed, rows) for rows, speed in speeds.items()]

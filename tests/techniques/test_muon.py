@@ -13,11 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshes import further
 from optrush.decide import decide
-from optrush.errors import ConfigError, NeedsError
-from optrush.kernels.adamw import key_words, random_bits, round_stochastic, step_key, write_stochastic
+from optrush.errors import NeedsError
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.muon import COEFFICIENTS, Muon, Pieces, orthogonal
-from optrush.planner import search
 from optrush.planner.ledger import Line
 from optrush.technique import Part, Technique
 from optrush.techniques import ALL
@@ -174,24 +172,6 @@ def test_states_are_one_value_a_parameter():
     assert set(state["norm"]) == {"mean", "square", "count"}
 
 
-# Rounding.
-
-
-def test_random_rounding_is_right_on_average_and_repeatable():
-    value = torch.full((4, 1000), 1 + 1 / 512)  # a quarter of the way from 1 to the next bfloat16
-    target = torch.ones(4, 1000, dtype=torch.bfloat16)
-    key, good = step_key(torch.tensor([key_words(7, "a")]), torch.ones(1))[0], torch.tensor(False)
-    write_stochastic(target, value, good, key)
-    assert (target > 1).float().mean() == pytest.approx(0.25, abs=0.03)
-    want = round_stochastic(value.view(-1), random_bits(key, torch.arange(4000))).view(4, 1000)
-    assert torch.equal(target, want)
-    again = torch.zeros_like(target)
-    write_stochastic(again, value, good, key, 16)
-    assert not torch.equal(again, target), "other bits of the same draw"
-    write_stochastic(again, value, torch.tensor(True), key)
-    assert not torch.equal(again, target), "skipped"
-
-
 # In a run.
 
 
@@ -225,12 +205,6 @@ def test_which_parameters_it_steps(box):
 # What it refuses.
 
 
-def test_it_refuses_cut_matrices(box):
-    with pytest.raises(NeedsError, match="whole matrices") as error:
-        search.predict(golden_run(box, fsdp={}, muon={}), "2xh200")
-    assert "shards them over the ranks" in error.value.found and "take ddp instead" in error.value.do
-
-
 def test_it_refuses_frozen_matrices(box):
     @dataclass(frozen=True)
     class Adapters(Technique):
@@ -248,12 +222,6 @@ def test_it_refuses_a_model_without_linears(box, monkeypatch):
         assembled(golden_run(box, muon={}))
     assert "no trained linear in the blocks of this llama model" in error.value.found
     assert "fused-adamw" in error.value.do
-
-
-@pytest.mark.parametrize("options", [{"momentum": 1.0}, {"momentum": 0.0}, {"iterations": 0}], ids=str)
-def test_it_refuses_options(box, options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        decide(golden_run(box, muon=options))
 
 
 # What the plan says.

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
-from safetensors import safe_open
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
@@ -18,30 +17,28 @@ from transformers import AutoModelForCausalLM
 
 from meshes import further
 from optrush.config import dump_config
-from optrush.decide import decide
-from optrush.errors import ConflictError, NeedsError
+from optrush.errors import NeedsError
 from optrush.exporting import write_model
 from optrush.hardware import NAMED
 from optrush.kernels import nf4
+from optrush.models.decoder import Linear
 from optrush.models.experts import StackedMatrices
 from optrush.models.shapes import SHAPES
-from optrush.models.weights import export_weights
+from optrush.models.weights import Memory, WeightEntry, WeightMap, export_weights
+from optrush.peft import ledger, quantized
+from optrush.peft.quantized import Form, quantize_model
 from optrush.planner import search
 from optrush.technique import Numerics, Part, Technique
 from optrush.techniques import ALL
-from optrush.trainer import checkpoint
-from optrush.trainer.trainer import Storage, evaluate
+from optrush.trainer.trainer import Storage
 
 from golden import make_golden
 from golden.make_golden import SIZES
-from heldout import worse
 from memory import Tracker, known
 from trials import apart, assembled, golden_run, micro, shaped, steps, weights
 
 FORMS = {"nf4": {"nf4": {}}, "single": {"nf4": {"double": False}}, "int8": {"int8": {}}}
 LORA = {"lora": {"rank": 4, "alpha": 16.0}}
-TRAINED = {"lora": {"rank": 8, "save": ["embed_tokens", "lm_head"]}}
-MARGIN = 0.03  # nats a token, of the mean over the seeds; a seed alone twice
 MIXTURES = {
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "gpt_oss": {
@@ -133,16 +130,42 @@ def assert_equal(one, other):
 
 # The same maths: losses, norms and what was learnt, to the bit.
 
+DENSE = [  # form, what beside
+    ("nf4", {"amp": {}}), ("nf4", {"recompute": {}}), ("int8", {"bf16": {"rounding": "nearest"}}),
+    ("single", {"amp": {}}), *(("nf4", beside) for beside in (
+        {"update_in_backward": {}}, {"fused_kernels": {}}, {"selective_recompute": {"ops": "attention"}},
+        {"fused_adamw": {}}, {"fused_loss": {"chunk": 32}}, {"bf16": {"rounding": "nearest"}})),
+    ("int8", {}), ("single", {}),
+]  # fmt: skip
+EXPERTS_LORA = {"lora": {**LORA["lora"], "targets": ["q_proj", "gate_up_proj", "down_proj"]}}
+ROUTED = [  # form, family, what beside
+    ("nf4", "qwen3_moe", {}), ("nf4", "gpt_oss", {"amp": {}}), ("single", "gpt_oss", {"recompute": {}}),
+    ("int8", "qwen3_moe", {"fused_kernels": {"mlp": "triton", "norm": True}}), ("nf4", "deepseek_v3", {}),
+    ("int8", "qwen3_next", {"amp": {}}),
+]  # fmt: skip
 
-@pytest.mark.parametrize("form", further(list(FORMS), 1))
-@pytest.mark.parametrize("beside", further([{"amp": {}}, {}, {"bf16": {"rounding": "nearest"}}], 1), ids=str)
-def test_equal_to_dense_weights_of_these_values(box, form, beside):
-    ours = job_of(box, {**FORMS[form], **LORA, **beside})
-    plain = given(job_of(box, {**LORA, **beside}), ours)
+
+def equal_to_dense(box, form, lora, beside):
+    ours = job_of(box, {**FORMS[form], **lora, **beside})
+    plain = given(job_of(box, {**lora, **beside}), ours)
     first = [linear.dequantized(torch.float32) for _, linear in ours.model.linears()]
-    assert_equal(played(ours), played(plain))
+    assert_equal(played(ours, 2), played(plain, 2))
     assert all(torch.equal(a, linear.dequantized(torch.float32)) for a, (_, linear) in zip(first, ours.model.linears()))
-    assert all("stored" not in name for name in weights(ours))
+    return ours, plain
+
+
+@pytest.mark.parametrize(("form", "beside"), further(DENSE, 3), ids=str)
+def test_equal_to_dense_weights_of_these_values(box, form, beside):
+    equal_to_dense(box, form, LORA, beside)
+
+
+@pytest.mark.parametrize(("form", "family", "beside"), further(ROUTED, 2), ids=str)
+def test_experts_equal_to_dense_ones_of_these_values(routed, form, family, beside):
+    ours, plain = equal_to_dense(routed[family], form, EXPERTS_LORA, beside)
+    assert all(experts.gate_up is None and experts.down is None for experts in experts_of(ours))
+    narrow = torch.bfloat16 if "amp" in beside else torch.float32
+    assert all(experts.gate_up.dtype == narrow for experts in experts_of(plain)), "frozen: as each product casts them"
+    assert ours.model.frozen_flops == plain.model.frozen_flops > 0
 
 
 def test_equal_whoever_says_what_is_trained(box):
@@ -150,30 +173,7 @@ def test_equal_whoever_says_what_is_trained(box):
     assert_equal(played(ours), played(given(job_of(box, {"norms": {}}), ours)))
 
 
-def test_it_is_not_the_unquantised_model(box):
-    """What the proofs above could hide: how far 4 and 8 bits are from the weights of the file."""
-    want, _ = played(job_of(box, LORA), 1)
-    off = {form: abs(played(job_of(box, {**FORMS[form], **LORA}), 1)[0][0][0] - want[0][0]) for form in FORMS}
-    assert 0 < off["int8"] < 0.1 * off["nf4"] < 0.01 * want[0][0]
-
-
-BESIDE = [
-    {"recompute": {}}, {"update_in_backward": {}}, {"fused_kernels": {}},
-    {"selective_recompute": {"ops": "attention"}}, {"fused_adamw": {}}, {"fused_loss": {"chunk": 32}},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("beside", further(BESIDE, 1), ids=lambda b: next(iter(b)))
-def test_beside_others(box, beside):
-    ours = job_of(box, {"nf4": {}, **LORA, **beside})
-    assert_equal(played(ours), played(given(job_of(box, {**LORA, **beside}), ours)))
-
-
 def test_a_bias_that_is_trained_has_its_gradient(tmp_path):
-    from optrush.models.decoder import Linear
-    from optrush.models.weights import Memory, WeightEntry, WeightMap
-    from optrush.peft.quantized import Form, quantize_model
-
     at = {"device": torch.device("meta"), "dtype": torch.float32}
     linear = Linear(48, (("gate", 1), ("up", 1)), groups=5, bias=True, **at)
     parts = {name: torch.randn(5, 48) for name in ("g", "u")}
@@ -275,23 +275,6 @@ def test_the_model_is_never_dense_as_a_whole(monkeypatch):
     assert 8 * stored / (dense / 4) == pytest.approx(4.127, rel=0.02)
 
 
-def test_a_checkpoint_holds_nothing_of_the_base_and_resumes(box):
-    run = golden_run(box, packed=True, nf4={}, **LORA)
-    straight = assembled(run)
-    want = [line[:2] for line in steps(straight, 4)]
-    stopped = assembled(run)
-    found = [line[:2] for line in steps(stopped, 2)]
-    path = checkpoint.save(stopped, 2, checkpoint.Meta("00ff", 0, fingerprints={}))
-    names = [n for file in path.glob("*.safetensors") for n in safe_open(file, "pt").keys()]  # noqa: SIM118
-    assert names and all("adapter" in name for name in names)
-    again = assembled(run)
-    checkpoint.restore(again, path, {})
-    for _ in range(2):
-        next(again.batches)
-    assert found + [line[:2] for line in steps(again, 2, first=3)] == want
-    assert again.fingerprints["base"] == straight.fingerprints["base"]
-
-
 # Two ranks.
 
 
@@ -317,55 +300,61 @@ def sharded(box, with_):
     return figures, gathered, cut, sum(p.nbytes for p in local.values())
 
 
-POLICIES = [("nf4", {}), ("nf4", {"amp": {}}), ("single", {"amp": {"dtype": "fp16"}}), ("int8", {"bf16": {}})]
+TWO = [  # form, family with experts, axis, what beside: no policy of FSDP2 touches the bytes, nor one that casts
+    ("nf4", "", "fsdp", {"amp": {}}), ("nf4", "", "ddp", {}), ("nf4", "qwen3_moe", "fsdp", {}),
+    ("single", "", "fsdp", {"amp": {"dtype": "fp16"}}), ("int8", "", "fsdp", {"bf16": {}}),
+    ("nf4", "qwen3_moe", "ddp", {}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "beside"), further(POLICIES[1:], 1), ids=str)
-def test_cut_over_two_ranks_and_gathered_whole(box, pair, form, beside):
-    """No policy of FSDP2 touches the bytes: not those that cast to bf16 or fp16, nor none."""
-    with_ = {**FORMS[form], **LORA, **beside}
+@pytest.mark.parametrize(("form", "family", "axis", "beside"), further(TWO, 3), ids=str)
+def test_on_two_ranks(box, routed, pair, form, family, axis, beside):
+    """Cut over them and gathered whole to the byte, or whole on each."""
+    box, lora = (routed[family], EXPERTS_LORA) if family else (box, LORA)
+    with_ = {**FORMS[form], **lora, **beside}
     alone = job_of(box, with_)
     want = {n: bytes_of(p) for n, p in alone.model.blocks["1"].named_parameters() if ".quantized." in n}
     whole = sum(p.nbytes for n, p in alone.model.named_parameters() if ".quantized." in n)
     figures = [line[:2] for line in steps(alone, 3)]
-    both = pair(sharded, box, {**with_, "fsdp": {}})
-    assert both[0][0] == both[1][0]
+    both = pair(sharded, box, {**with_, axis: {}})
+    assert both[0][0] == both[1][0] and any("experts" in name for name in want) == bool(family)
     for found, gathered, cut, held in both:
-        assert gathered == want and cut and held < 0.55 * whole
-        for a, b in zip(found, figures, strict=True):
-            assert a == pytest.approx(b, rel=2e-2 if beside else 1e-5)
-
-
-def test_whole_on_two_ranks(box, pair):
-    figures = [line[:2] for line in steps(job_of(box, {"nf4": {}, **LORA}), 3)]
-    for found, _, cut, _ in pair(sharded, box, {"nf4": {}, "ddp": {}, **LORA}):
-        assert not cut
-        for a, b in zip(found, figures, strict=True):
-            assert a == pytest.approx(b, rel=1e-5)
+        assert gathered == want and cut == (axis == "fsdp") and (held < 0.55 * whole) == cut
+        assert found == [pytest.approx(line, rel=2e-2 if beside else 1e-5) for line in figures]
 
 
 # What comes out: a model that transformers loads.
 
 
-@pytest.mark.parametrize("form", further(list(FORMS), 1))
-def test_merged_and_exported(box, tmp_path, form):
-    job = job_of(box, {**FORMS[form], **LORA}, sets=[f"data.eval={box}/held.jsonl"])
+@pytest.mark.parametrize(
+    ("form", "family", "lora"),
+    further([("nf4", "", LORA), ("nf4", "qwen3_moe", EXPERTS_LORA), ("nf4", "gpt_oss", LORA),
+             ("nf4", "qwen3_next", LORA), ("single", "", LORA), ("int8", "", LORA)], 2),
+    ids=str,
+)  # fmt: skip
+def test_merged_and_exported(box, routed, tmp_path, form, family, lora):
+    """transformers loads both: the merged model, and in PEFT the adapter on the values that the codes stand for."""
+    box = routed[family] if family else box
+    job = job_of(box, {**FORMS[form], **lora})
     list(steps(job, 3))
     (tmp_path / "run.yaml").write_text(dump_config(job.config))
     folder = write_model(job, tmp_path, 3, box / "untied")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    batch = micro(job)
-    documents = batch.positions[0].eq(0).nonzero().flatten().tolist()
-    rows = batch.tokens[:1, : documents[1]]
-    with torch.no_grad():
-        hidden = job.model(batch.tokens, batch.positions, batch.documents)
-        assert apart(model(rows).logits, job.model.head.logits(hidden)[:1, : documents[1]]) < 1e-5
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
-    again = assembled(golden_run(box, packed=True, sets=[f"model.path={folder}", f"data.eval={box}/held.jsonl"]))
-    assert evaluate(again)[0] == pytest.approx(evaluate(job)[0], rel=1e-5)
+    plain = given(job_of(box, lora), job)
+    base = {n: p for n, p in plain.model.named_parameters() if "adapter" not in n}
+    export_weights(tmp_path / "dense", iter(base.items()), plain.weight_map, plain.hf)
+    batch = micro(job)
+    first = slice(int(batch.positions[0].eq(0).nonzero()[1]))
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with torch.no_grad():
+        want = job.model.head.logits(job.model(batch.tokens, batch.positions, batch.documents))[:1, first]
+        for model in (merged, theirs):
+            assert apart(model(batch.tokens[:1, first]).logits, want) < 1e-5
 
 
-# Models through transformers, and what is refused.
+# Models through transformers.
 
 
 def test_through_transformers(box):
@@ -376,17 +365,7 @@ def test_through_transformers(box):
     assert [a for pair in found for a in pair] == pytest.approx([a for pair in want for a in pair], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["nf4", "int8"])
-def test_somebody_must_say_what_is_trained(box, name):
-    with pytest.raises(NeedsError, match="trained\ndo:    add --with lora or --with ia3"):
-        decide(golden_run(box, **{name: {}}))
-    with pytest.raises(ConflictError, match="the matmuls of the blocks' linears"):
-        decide(golden_run(box, **{name: {}, "fp8": {}}))
-
-
 def test_a_gpu_without_what_builds_kernels(box, monkeypatch):
-    from optrush.peft import ledger
-
     monkeypatch.setattr("optrush.technique.installed", lambda *names: None)
     monkeypatch.setattr("optrush.technique.library", lambda name: "3")
     with pytest.raises(NeedsError, match="needs a C compiler"):
@@ -428,26 +407,6 @@ def test_the_prediction_is_what_is_held(box):
 
 # Experts.
 
-EXPERTS_LORA = {"lora": {**LORA["lora"], "targets": ["q_proj", "gate_up_proj", "down_proj"]}}
-BESIDE_EXPERTS = [
-    ("nf4", "qwen3_moe", {}), ("nf4", "gpt_oss", {"amp": {}}), ("single", "gpt_oss", {"recompute": {}}),
-    ("int8", "qwen3_moe", {"fused_kernels": {"mlp": "triton", "norm": True}}), ("nf4", "deepseek_v3", {}),
-    ("int8", "qwen3_next", {"amp": {}}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("form", "family", "beside"), further(BESIDE_EXPERTS, 2), ids=str)
-def test_experts_equal_to_dense_ones_of_these_values(routed, form, family, beside):
-    """Losses, norms and what was learnt, to the bit."""
-    box = routed[family]
-    ours = job_of(box, {**FORMS[form], **EXPERTS_LORA, **beside})
-    plain = given(job_of(box, {**EXPERTS_LORA, **beside}), ours)
-    assert all(experts.gate_up is None and experts.down is None for experts in experts_of(ours))
-    narrow = torch.bfloat16 if "amp" in beside else torch.float32
-    assert all(experts.gate_up.dtype == narrow for experts in experts_of(plain)), "frozen: as each product casts them"
-    assert ours.model.frozen_flops == plain.model.frozen_flops > 0
-    assert_equal(played(ours, 2), played(plain, 2))
-
 
 @pytest.mark.parametrize("targets", further(["all-linear", "experts", ["q_proj", "gate_up_proj"]], 1), ids=str)
 def test_experts_of_a_transformers_model(routed, tmp_path, targets):
@@ -465,7 +424,7 @@ def test_experts_of_a_transformers_model(routed, tmp_path, targets):
     assert of["weights.blocks"] == pytest.approx(sum(held.values()), abs=small)
     adapters = sum(p.nbytes for n, p in ours.model.named_parameters() if "adapter" in n)
     assert of["weights.adapters"] == pytest.approx(adapters)
-    test_experts_merged_and_exported(routed, tmp_path, "qwen2_moe", lora)
+    test_merged_and_exported(box, routed, tmp_path, "nf4", "qwen2_moe", lora)
 
 
 def test_experts_of_one_matrix_are_dense_at_a_time(routed):
@@ -515,8 +474,6 @@ def test_what_it_predicts_of_experts(routed):
 
 def test_experts_are_dense_a_few_at_a_time(routed, monkeypatch):
     """How many are read at once changes no byte, and no more than those are dense."""
-    from optrush.peft import quantized
-
     seen = []
     for most in (1, 1 << 26):
         monkeypatch.setattr(quantized, "DENSE_values", most)
@@ -525,48 +482,10 @@ def test_experts_are_dense_a_few_at_a_time(routed, monkeypatch):
     assert seen[0] == seen[1] and len(seen[0]) == 2 * 2 * 3
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "ddp"])
-def test_experts_on_two_ranks(routed, pair, axis):
-    with_ = {"nf4": {}, **EXPERTS_LORA}
-    alone = job_of(routed["qwen3_moe"], with_)
-    want = {n: bytes_of(p) for n, p in alone.model.blocks["1"].named_parameters() if ".quantized." in n}
-    figures = [line[:2] for line in steps(alone, 2)]
-    for found, gathered, cut, _ in pair(sharded, routed["qwen3_moe"], {**with_, axis: {}}):
-        assert gathered == want and cut == (axis == "fsdp") and any("experts" in name for name in gathered)
-        for a, b in zip(found[:2], figures, strict=True):
-            assert a == pytest.approx(b, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("family", "lora"),
-    further([("qwen3_moe", EXPERTS_LORA), ("gpt_oss", LORA), ("qwen3_next", LORA)], 1),
-    ids=["experts", "attention", "delta"],
-)
-def test_experts_merged_and_exported(routed, tmp_path, family, lora):
-    """transformers loads both: the merged model, and in PEFT the adapter on the values that the codes stand for."""
-    box = routed[family]
-    job = job_of(box, {"nf4": {}, **lora})
-    list(steps(job, 3))
-    (tmp_path / "run.yaml").write_text(dump_config(job.config))
-    folder = write_model(job, tmp_path, 3, box / "untied")
-    plain = given(job_of(box, lora), job)
-    base = {n: p for n, p in plain.model.named_parameters() if "adapter" not in n}
-    export_weights(tmp_path / "dense", iter(base.items()), plain.weight_map, plain.hf)
-    batch = micro(job)
-    first = slice(int(batch.positions[0].eq(0).nonzero()[1]))
-    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
-    theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")
-    with torch.no_grad():
-        want = job.model.head.logits(job.model(batch.tokens, batch.positions, batch.documents))[:1, first]
-        for model in (merged, theirs):
-            assert apart(model(batch.tokens[:1, first]).logits, want) < 1e-5
-
-
 # How far they are from the model of the file, and how they learn.
 
 
-@pytest.mark.parametrize(("form", "off"), [("int8", 0.01), ("nf4", 0.15)])
+@pytest.mark.parametrize(("form", "off"), [("int8", 0.01), ("nf4", 0.15), ("single", 0.15)])
 def test_how_far_weights_and_hidden_states_are(box, form, off):
     """A bound for each: halved, these fail."""
     plain = assembled(golden_run(box, packed=True, lora={}))
@@ -578,10 +497,3 @@ def test_how_far_weights_and_hidden_states_are(box, form, off):
     with torch.no_grad():
         x, y = (j.model(batch.tokens, batch.positions, batch.documents).flatten() for j in (ours, plain))
     assert F.cosine_similarity(x, y, dim=0) > 1 - off
-
-
-@pytest.mark.parametrize("form", ["nf4", "int8"])
-@pytest.mark.slow
-def test_held_out_loss_over_seeds(box, form):
-    off = worse(box, base=TRAINED, learnt=0.7, **FORMS[form])
-    assert sum(off) / len(off) < MARGIN and max(off) < 2 * MARGIN

@@ -34,7 +34,7 @@ from optrush.trainer.run import RunRequest, run
 from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import SIZES, T
-from trials import assembled, golden_run, shaped, steps, weights
+from trials import assembled, golden_run, same_bits, shaped, steps, weights
 
 NAME = OffloadActivations.name
 SPOILT = 0xFF  # bytes of NaN in every float type
@@ -95,7 +95,7 @@ def here(monkeypatch):
     return [Here if t is OffloadActivations else t for t in ALL]
 
 
-def trained(box, classes, n=8, implementation="native", **with_):
+def trained(box, classes, n=4, implementation="native", **with_):
     job = assembled(golden_run(box, packed=True, sets=[f"model.implementation={implementation}"], **with_), classes)
     return list(steps(job, n)), weights(job)
 
@@ -106,20 +106,18 @@ def offloading(trainer) -> Offload:
     return next(c for c in cells if isinstance(c, Offload))
 
 
-@pytest.mark.parametrize("implementation", further(["native", "transformers"], 1))
-@pytest.mark.parametrize("keep", further([0, 1], 1))
 @pytest.mark.parametrize(
-    "beside",
-    further([{"recompute": {}}, {"amp": {}}, {}, {"recompute": {"every": 2}}, {"attention": {}}], 1),
+    ("beside", "keep", "implementation"),
+    further([({"recompute": {}}, 0, "native"), ({"amp": {}}, 1, "native"), ({}, 0, "transformers"),
+             ({"recompute": {"every": 2}}, 1, "native"), ({"attention": {}}, 0, "native"),
+             ({"recompute": {}}, 1, "transformers"), ({"attention": {}}, 1, "transformers")], 2),
     ids=str,
-)
-def test_equal_bits_over_eight_steps(box, here, beside, keep, implementation):
+)  # fmt: skip
+def test_equal_bits_over_some_steps(box, here, beside, keep, implementation):
     base = trained(box, here, implementation=implementation, **beside)
     found = trained(box, here, implementation=implementation, offload_activations={"keep": keep}, **beside)
-    assert lanes[0].done > 8, "copies were waited for"
-    assert found[0] == base[0], "losses and norms"
-    for name, want in base[1].items():
-        assert torch.equal(found[1][name], want), name
+    assert lanes[0].done > 8 and found[0] == base[0], "copies were waited for; losses and norms"
+    assert same_bits(found[1], base[1])
 
 
 def test_these_tests_would_see_what_is_read_too_early(box, here, monkeypatch):
@@ -145,13 +143,13 @@ def test_these_tests_would_see_what_is_freed_too_early(box, here, monkeypatch):
 def test_pages_are_used_again(box, here):
     job = assembled(golden_run(box, packed=True, offload_activations={}), here)
     made = []
-    for k in range(1, 5):
+    for k in (1, 2):
         list(steps(job, 1, first=k))
         gc.collect()
         pages = offloading(job).pages
         made.append(lanes[-1].made)
         assert len(pages.free) == pages.allocated == lanes[-1].made, "all of them came back"
-    assert made == made[:1] * 4 and made[0] > 0, "none was made after the first step"
+    assert made[0] == made[1] > 0, "none was made after the first step"
 
 
 def test_evaluation_moves_nothing(box, here):
@@ -210,9 +208,9 @@ def toy(keep=1, blocks=5, **options):
     return model, x, given, want, offload
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 5])
-@pytest.mark.parametrize("keep", [0, 1, 4, 5])
-@pytest.mark.parametrize("page", [512, 4096, 1 << 20])
+@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize("keep", [0, 1, 5])
+@pytest.mark.parametrize("page", [512, 1 << 20])
 def test_gradients(blocks, keep, page):
     model, x, given, want, offload = toy(keep, blocks, page=page)
     for _ in range(3):
@@ -352,20 +350,17 @@ def test_no_more_host_memory():
         def page(self, size):
             raise RuntimeError("CUDA error: out of memory")
 
-    pages = Pages(Full(), 1 << 20)
-    with pytest.raises(MemoryError, match="host memory in use, and no more available") as refused:
-        pages.take()
-    assert exhausted(refused.value) and pages.allocated == 0
-
-
-def test_pages_end_before_the_memory_of_the_host_does():
     host = hardware.HostMemory(5 << 19)
     pages = Pages(Late(), 1 << 20, host.take)
     taken = [pages.take(), pages.take()]
     assert host.left_bytes == 1 << 19
-    with pytest.raises(MemoryError, match=r"host memory in use, the limit of this process is 0\.0") as refused:
-        pages.take()
-    assert exhausted(refused.value) and host.taken_bytes == 2 << 20
+    for short, said in (
+        (Pages(Full(), 1 << 20), "and no more available"),
+        (pages, r"the limit of this process is 0\.0"),
+    ):
+        with pytest.raises(MemoryError, match=f"host memory in use, {said}") as refused:
+            short.take()
+        assert exhausted(refused.value) and short.allocated == (2 if short is pages else 0)
     pages.free.append(taken.pop())
     assert pages.take().numel() == 1 << 20 and host.taken_bytes == 2 << 20
 
@@ -393,20 +388,7 @@ def test_a_host_that_is_short_is_found_before_the_first_step(box, here, monkeypa
 # --- what it refuses
 
 
-def test_a_cpu_has_no_other_memory(box):
-    with pytest.raises(NeedsError, match="needs a CUDA device"):
-        decide(golden_run(box, offload_activations={}))
-
-
-@pytest.mark.parametrize("keep", [2, 3])
-def test_something_must_move(box, here, keep):
-    with pytest.raises(NeedsError, match=f"keep={keep}.*\n.*2 blocks.*\n.*from 0 to 1"):
-        decide(golden_run(box, offload_activations={"keep": keep}), here)
-
-
 def test_what_does_not_go_with_it(box, here):
-    with pytest.raises(NeedsError, match="run inside the graph"):
-        decide(golden_run(box, sets=["model.implementation=transformers"], compile={}, offload_activations={}), here)
     with pytest.raises(NeedsError, match="take compile:scope=blocks"):
         assembled(golden_run(box, compile={"scope": "model"}, offload_activations={}), here)
     with pytest.raises(NeedsError, match="separately"):
@@ -482,13 +464,11 @@ def test_the_plan_counts_the_link_to_the_host():
 
 
 def test_the_plan_says_how_much_host_memory():
-    usual = ("bf16", "attention", "recompute")
-    found = search.predict(shaped("llama-3.2-1b", *usual, NAME, rows=16), "h200")
+    found = search.predict(shaped("llama-3.2-1b", "bf16", "attention", "recompute", NAME, rows=16), "h200")
     assert found.host_bytes == 15 * 2048 * 2 * 32768
     room = f"{0.9 * 2 * NAMED['h200'].memory_bytes / 2**30:.1f}"
     assert f"  and 1.88 GiB of pinned host memory of {room} that a rank may have, assumed" in memory_lines(found)
-    without = search.predict(shaped("llama-3.2-1b", *usual, rows=16), "h200")
-    assert without.host_bytes == 0 and not [line for line in memory_lines(without) if "host" in line]
+    assert not [line for line in memory_lines(search.predict(shaped("llama-3.2-1b"), "h200")) if "host" in line]
 
 
 def test_what_the_host_has_no_memory_for_does_not_fit():
@@ -522,7 +502,5 @@ def test_the_micro_batch_fits_on_the_host_too():
     assert rows == [32, 8]
 
 
-def test_a_search_takes_it_only_where_it_is_asked_for():
-    config = shaped("llama-3.2-1b", rows=1)
+def test_no_search_takes_it_by_itself():
     assert list(OffloadActivations.variants(SETUP)) == []
-    assert not any(NAME in s.with_ for s in search.search(config, "h200").settings)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,7 @@ from optrush_apollo.optimizer import Apollo
 import optimizers
 from heldout import SEEDS, float32, held_out
 from optimizers import OPTIM, SIZES, everything, parameters, same, stepped
-from trials import KNOWN, assembled, build_decoder, golden_run, steps, weights, whole
+from trials import KNOWN, all_bits, assembled, build_decoder, golden_run, steps
 
 PIECES = {"a": Pieces(4, (3, 2, 1)), "odd": Pieces(1, (33,))}
 
@@ -147,7 +146,7 @@ SHARDED = {"a": (24, 300), "odd": (33, 257), "cube": (3, 8, 256)}
 
 
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.rows])
-@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("at", [1, 3])
 def test_a_shard_is_updated_like_the_full_parameter(name, at):
     """States and stochastically rounded weights of shards are slices of the full ones; an empty shard too."""
     case = CASES[name]
@@ -199,7 +198,7 @@ def test_bf16_weights_move_at_a_small_rate(name):
         before = params[0].local.clone()
         make, options = CASES[name].make, {"matrices": {"a": Pieces(1, (24,))}} if name == "muon" else {}
         optimizer = make(params, rounding=rounding, **options)
-        for step in range(1, 61):
+        for step in range(1, 41):
             g = torch.Generator().manual_seed(step)
             for t in params:
                 t.grad = (1 + torch.randn(t.full_shape, generator=g)).to(dtype)
@@ -213,27 +212,6 @@ def test_bf16_weights_move_at_a_small_rate(name):
 # In a run.
 
 
-def all_bits(trainer):
-    states = {f"{n} {k}": s.clone() for n, by in trainer.optimizer.state().items() for k, s in by.items()}
-    return {n: whole(w) for n, w in weights(trainer).items()} | states
-
-
-@pytest.mark.parametrize("name", further(["8bit", "apollo", "muon", "4bit", "fused", "loop"], 4))
-@pytest.mark.parametrize("precision", further([{"bf16": {}}, {}], 1), ids=str)
-def test_a_resumed_run_is_the_same_to_the_bit(box, name, precision):
-    run = golden_run(box, packed=True, **CASES[name].with_, **precision)
-    straight, stopped = assembled(run), assembled(run)
-    list(steps(straight, 3))
-    list(steps(stopped, 2))
-    checkpoint.save(stopped, 2, checkpoint.Meta("00ff", 0, fingerprints={}))
-    again = assembled(run)
-    checkpoint.restore(again, checkpoint.find_checkpoints(Path(run.output))[0], {})
-    for _ in range(2):
-        next(again.batches)
-    list(steps(again, 1, first=3))
-    assert same(all_bits(straight), all_bits(again))
-
-
 def two_ranks(box, with_, output):
     """Three steps on two ranks, saved; losses and norms, full weights, and this rank's states."""
     trainer = assembled(golden_run(box, packed=True, rows=2, sets=[f"output={output}"], **with_))
@@ -242,11 +220,11 @@ def two_ranks(box, with_, output):
     return figures, all_bits(trainer)
 
 
-@each
+@pytest.mark.parametrize("name", further(["8bit", "apollo", "muon", "averages", "fused", "4bit", "loop"], 4))
 def test_two_ranks_are_one(box, pair, tmp_path, name):
     """The same losses; rows of states that two ranks saved are contiguous when one rank loads them."""
-    with_ = CASES[name].with_
-    sharding = {"fsdp" if CASES[name].rows else "ddp": {}}
+    with_ = {"ema": {"decay": 0.75}} if name == "averages" else CASES[name].with_
+    sharding = {"ddp" if name == "muon" else "fsdp": {}}
     (figures, one), (_, two) = pair(two_ranks, box, sharding | with_, str(tmp_path))
     trainer = assembled(golden_run(box, packed=True, rows=4, **with_))
     assert [f[:2] for f in figures] == [pytest.approx(f[:2], rel=1e-4) for f in steps(trainer, 3)]
@@ -264,7 +242,7 @@ def off(box, seed, case):
     return held_out(box, seed, sets, **case.with_)[1] - last
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", further(CHECKED, 1))
 def test_held_out_loss_of_a_seed(box, name):
     assert off(box, SEEDS[0], CASES[name]) < 2 * CASES[name].margin
 

@@ -20,9 +20,10 @@ from optrush.planner.ledger import line_bytes, peak_memory
 from optrush.techniques import ALL
 from optrush.techniques.pipeline import CLASSES, Pipeline, _balanced, head_in_blocks
 from optrush.trainer.trainer import evaluate
+from techniques.test_mesh import half, other_half
 
 from golden import make_golden
-from trials import apart, assembled, first_gradients, furthest, golden_run, shaped, steps
+from trials import assembled, first_gradients, furthest, golden_run, shaped, steps
 
 ONE = {"pipeline": {}}
 TWICE, ZERO = {"pipeline": {"schedule": "interleaved"}}, {"pipeline": {"schedule": "zero-bubble"}}
@@ -36,13 +37,11 @@ TWO = [
     MeshCase(2, ONE | {"amp": {}}, "tied", packed=False, base={"amp": {}}, close=HALF),
 ]
 FOUR = [
-    MeshCase(4, ONE | {"fsdp": {}}, "tied", packed=False, rows=1),
-    MeshCase(4, ONE | {"ddp": {}}, "tied", rows=1),
+    MeshCase(4, ONE | {"fsdp": {}}, "tied", packed=False, rows=1), MeshCase(4, ONE | {"ddp": {}}, "tied", rows=1),
     MeshCase(4, ONE | {"fsdp": {"stage": 2}} | QLORA, rows=1, base=QLORA),
     MeshCase(4, ONE | {"fsdp": {}, "amp": {}}, rows=1, base={"amp": {}}, close=HALF),
-    MeshCase(4, ONE | {"tensor": {}}, "tied"),
-    MeshCase(4, ONE | {"context": {}, "ddp": {}}),
-]
+    MeshCase(4, ONE | {"tensor": {}}, "tied"), MeshCase(4, ONE | {"context": {}, "ddp": {}}),
+]  # fmt: skip
 # Five blocks: no stages have as many each.
 DEEP_TWO = [
     MeshCase(2, TWICE | QLORA, "tied", packed=False, base=QLORA),
@@ -114,22 +113,14 @@ def exported(output, name="model/model"):
     return load_file(output / f"{name}.safetensors")
 
 
-def test_a_checkpoint_goes_on_in_another_mesh(box, pair, quad, tmp_path):
-    two, again, one, fresh = (tmp_path / name for name in ("two", "again", "one", "fresh"))
-    first = pair(train, box, two, ONE, None, "tied", ALL, True)[0]
-    follows(first, "tied")
-    same = pair(train, box, again, ONE, saved(two), "tied", ALL, True)[0]
-    keys = ("step", "loss", "grad_norm", "lr", "tokens")
-    assert [[line[k] for k in keys] for line in same] == [[line[k] for k in keys] for line in first[4:]]
-    whole, resumed = exported(two), exported(again)
-    assert whole.keys() == resumed.keys() and all(whole[name].equal(resumed[name]) for name in whole), "bit by bit"
+def test_a_run_goes_on_in_one_process_and_exports_the_same(box, pair, tmp_path):
+    two, one = tmp_path / "two", tmp_path / "one"
+    follows(pair(train, box, two, ONE, None, "tied", ALL, True)[0], "tied")
     follows(train(box, one, {}, saved(two), "tied", export=True), "tied", first=5)
-    assert furthest(whole, exported(one)) < 1e-4
-    follows(
-        quad(train, box, tmp_path / "four", ONE | {"fsdp": {}}, saved(one.parent / "two"), "tied")[0], "tied", first=5
-    )
-    train(box, fresh, {}, None, "tied")
-    follows(pair(train, box, tmp_path / "back", ONE, saved(fresh), "tied")[0], "tied", first=5)
+    assert furthest(exported(two), exported(one)) < 1e-4
+    export_run(two, tmp_path / "later")
+    whole, later = exported(two), exported(tmp_path, "later/model")
+    assert whole.keys() == later.keys() and all(whole[name].equal(later[name]) for name in whole)
 
 
 class Even(Pipeline):
@@ -145,106 +136,25 @@ EVEN = tuple(Even if cls is Pipeline else cls for cls in ALL)
 
 def test_a_checkpoint_goes_on_under_another_split(deep, pair, tmp_path):
     """Saved by ranks of 2 and 3 blocks; gone on with by ranks of 3 and 2, in one stage each and in two."""
-    cut = tmp_path / "cut"
-    lines = pair(train, deep, cut, ONE, None, "tied", EVEN)[0][4:]
+    went = pair(half, deep, tmp_path, "cut", ONE, (), EVEN)[0]
     for name, with_ in (("other", ONE), ("stages", TWICE)):
-        found = pair(train, deep, tmp_path / name, with_, saved(cut), "tied")[0]
-        assert [line["step"] for line in found] == [line["step"] for line in lines]
-        for key in ("loss", "grad_norm"):
-            assert [line[key] for line in found] == pytest.approx([line[key] for line in lines], rel=1e-5), name
-
-
-def test_exports_are_those_of_one_process(box, pair, tmp_path):
-    two, one = tmp_path / "two", tmp_path / "one"
-    pair(train, box, two, ONE | QLORA, None, "untied", ALL, True)
-    train(box, one, QLORA, export=True)
-    for name in ("model/model", "adapter/adapter_model"):
-        assert furthest(exported(two, name), exported(one, name)) < 1e-4
-    config = "adapter/adapter_config.json"
-    assert (two / config).read_bytes() == (one / config).read_bytes()
-    export_run(two, tmp_path / "later")
-    later, whole = exported(tmp_path, "later/model"), exported(two)
-    assert whole.keys() == later.keys() and all(whole[name].equal(later[name]) for name in whole)
-
-
-# These tests would see a mistake.
-
-
-def spoiled(box, how):
-    """Gradients where the tied copies are not summed, or a stage takes the positions of another micro-batch."""
-    job = assembled(golden_run(box, pipeline={}, packed=True, sets=["model.path=" + str(box / "tied")]))
-    run = job.forward_backward.__self__
-    if how == "tied":
-        run.tied = ""
-    elif run.parts[0].last:
-        inner = run._run
-        run.parts[0].run = lambda stage, x, number: inner(stage, x, (number + 1) % len(run.batches))
-    return first_gradients(job)[1]
-
-
-@pytest.mark.parametrize("how", ["tied", "number"])
-def test_these_tests_would_see_it(box, pair, how):
-    want = first_gradients(assembled(golden_run(box, packed=True, sets=["model.path=" + str(box / "tied")])))[1]
-    wrong = {n for grads in pair(spoiled, box, how) for n in grads if apart(grads[n], want[n]) > 1e-3}
-    assert wrong == ({"embedding.weight"} if how == "tied" else set(want))
+        for found in pair(other_half, deep, tmp_path, name, with_, (), ["cut"]):
+            assert found["cut"][1] == [pytest.approx(line, rel=1e-5) for line in went], name
 
 
 # What it refuses.
 
-REFUSED = [
-    (ONE, (), 1, "one rank", "--ranks 2"),
-    (ONE, (), 3, "3 ranks", "--ranks 2"),
-    (ONE, (), 4, "no technique shares the work", "--with ddp"),
-    (ONE, ("model.implementation=transformers",), 2, "through transformers", "leave pipeline out"),
-    ({"pipeline": {"size": 3}}, (), 3, "2 blocks", "smaller size"),
-    (TWICE, (), 2, "2 blocks", "smaller size"),
-    (ONE, ("batch.micro_tokens=384",), 2, "1 micro-batch per step", "batch.tokens to 768"),
-    ({"pipeline": {"schedule": "interleaved"}}, ("batch.tokens=1056",), 2, "2 blocks", "smaller size"),
-    (ONE | {"pad": {}}, (), 2, "its own width", "packing"),
-    (ONE | {"fsdp": {"sync": "each"}}, (), 4, "once per window", "leave sync out"),
-    (ONE | {"update-in-backward": {}}, ("optim.clip=null", "batch.micro_tokens=384"), 2, "", ""),
-    (ONE | {"compile": {"scope": "model"}}, (), 2, "several ranks", "scope=blocks"),
-    (ONE, ("objective=dpo",), 2, "pairs", "leave pipeline out"),
-    (ONE | {"lora": {"init": "pissa"}}, (), 2, "publishes all adapters", "leave one of the two out"),
-]
-
-
-@pytest.mark.parametrize(("with_", "sets", "ranks", "found", "do"), REFUSED, ids=str)
-def test_what_it_refuses(box, with_, sets, ranks, found, do):
-    run = golden_run(box, make_golden.CASES["chat"], packed="pad" not in with_, sets=sets, **with_)
-    with pytest.raises(NeedsError) as error:
-        decide(run, ranks=ranks)
-    assert found in error.value.found and do in error.value.do
-
 
 @pytest.mark.parametrize(
     ("with_", "ranks", "found"),
-    [
-        (ZERO | {"fused-loss": {}}, 2, "gradients once"),
-        (ZERO | {"tensor": {}}, 4, "gradients once"),
-        (ZERO | {"fsdp": {}}, 4, "over data ranks"),
-        (ZERO | {"compile": {}}, 2, "compiled blocks"),
-    ],
+    [(ZERO | {"fused-loss": {}}, 2, "gradients once"), (ZERO | {"tensor": {}}, 4, "gradients once"),
+     (ZERO | {"fsdp": {}}, 4, "over data ranks"), (ZERO | {"compile": {}}, 2, "compiled blocks")],
     ids=str,
-)
+)  # fmt: skip
 def test_what_halves_of_a_backward_pass_refuse(deep, with_, ranks, found):
     with pytest.raises(NeedsError) as error:
         decide(golden_run(deep, packed=True, rows=1, **with_), ranks=ranks)
     assert found in error.value.found and "interleaved" in error.value.do
-
-
-@pytest.mark.parametrize(
-    ("shape", "more", "found"),
-    [
-        ("qwen3-30b-a3b", [], "a model with experts"),
-        ("llama-3.2-1b", ["offload-activations"], "a micro-batch's saved activations"),
-        ("llama-3.2-1b", ["cuda-graphs"], "over several ranks"),
-    ],
-)
-def test_what_it_refuses_on_a_gpu(shape, more, found):
-    with pytest.raises(NeedsError) as error:
-        decide(shaped(shape, "pipeline", *more, rows=1, windows=4), ranks=2, device=NAMED["h100"])
-    assert found in error.value.found and error.value.do
 
 
 def test_rounds_of_an_interleaved_schedule(deep):
@@ -295,15 +205,11 @@ def test_no_split_is_better(schedule):
 
 @pytest.mark.parametrize(
     ("shape", "options", "wanted"),
-    [
-        ("llama-3.1-8b", "size=2", [17, 15]),
-        ("llama-3.1-8b", "size=4", [8, 9, 9, 6]),
-        ("llama-3.1-8b", "size=4,schedule=interleaved", [4, 4, 4, 4, 4, 5, 5, 2]),
-        ("llama-3.1-8b", "size=2,schedule=zero-bubble", [9, 8, 9, 6]),
-        ("llama-3.2-1b", "size=2", [10, 6]),
-        ("mistralai/Mistral-7B-v0.1", "size=2", [16, 16]),
-    ],
-)
+    [("llama-3.1-8b", "size=2", [17, 15]), ("llama-3.1-8b", "size=4", [8, 9, 9, 6]),
+     ("llama-3.1-8b", "size=4,schedule=interleaved", [4, 4, 4, 4, 4, 5, 5, 2]),
+     ("llama-3.1-8b", "size=2,schedule=zero-bubble", [9, 8, 9, 6]), ("llama-3.2-1b", "size=2", [10, 6]),
+     ("mistralai/Mistral-7B-v0.1", "size=2", [16, 16])],
+)  # fmt: skip
 def test_the_head_counts_as_blocks(shape, options, wanted):
     """As many as by the FLOPs of the plan of one GPU."""
     size = int(options[5])

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from meshes import further
 from optrush.decide import decide
-from optrush.errors import NeedsError
 from optrush.hardware import parse_hardware
 from optrush.kernels.int8 import BLOCK
 from optrush.planner import search
@@ -26,7 +25,7 @@ from trials import assembled, first_gradients, golden_run, shaped, steps
 LINKS = {"quantised-links": {}}
 BOTH = {"quantised-links": {"gradients": "int8"}}
 NEAR = 0.997  # cosine of each gradient with the exact one
-CURVE = 0.01  # relative, of each of 20 losses
+CURVE = 0.01  # relative, of each loss
 
 
 # A message.
@@ -95,13 +94,11 @@ def near(box, with_, links):
 
 
 CASES = [
-    ({"fsdp": {}}, LINKS),
-    ({"fsdp": {"stage": 2, "sync": "each"}, "amp": {}}, BOTH),
+    ({"fsdp": {}}, LINKS), ({"fsdp": {"stage": 2, "sync": "each"}, "amp": {}}, BOTH),
     ({"fsdp": {}, "bf16": {}, "lora": {}}, LINKS),
     ({"fsdp": {}}, {"quantised-links": {"weights": "none", "gradients": "int8"}}),
-    ({"fsdp": {}, "context": {}, "recompute": {}}, BOTH),
-    ({"fsdp": {}, "pipeline": {}}, BOTH),
-]
+    ({"fsdp": {}, "context": {}, "recompute": {}}, BOTH), ({"fsdp": {}, "pipeline": {}}, BOTH),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("with_", "links"), further([c for c in CASES if "pipeline" not in c[0]], 2), ids=str)
@@ -119,9 +116,9 @@ def test_gradients_on_four_ranks_are_near(box, quad, with_):
 
 def curve(box, links):
     job = assembled(
-        golden_run(box, packed=True, sets=["train.steps=10", f"data.eval={box}/held.jsonl"], fsdp={}, **links)
+        golden_run(box, packed=True, sets=["train.steps=5", f"data.eval={box}/held.jsonl"], fsdp={}, **links)
     )
-    losses = [loss for loss, *_ in steps(job, 10)]
+    losses = [loss for loss, *_ in steps(job, 5)]
     return losses, evaluate(job)[0]
 
 
@@ -190,24 +187,6 @@ def test_the_plan_counts_the_bytes(box, pair):
     assert plain.bytes_per_value["product"] == 4
 
 
-# Refusals.
-
-
-@pytest.mark.parametrize(
-    ("options", "with_", "found"),
-    [
-        ({"weights": "none"}, {"fsdp": {}}, "nothing to compress"),
-        ({}, {"ddp": {}}, "with its own collectives"),
-        ({}, {"fsdp": {}, "lora": {}, "nf4": {}}, "are sent quantized anyway"),
-        ({"gradients": "int8"}, {"fsdp": {}, "lora": {}}, "whose gradients are small"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_with_it(box, options, with_, found):
-    with pytest.raises(NeedsError, match=found):
-        decide(golden_run(box, quantised_links=options, **with_), ranks=2)
-
-
 def test_needs(box):
     env = decide(golden_run(box, fsdp={}, quantised_links={}), ranks=2).env
     others = {
@@ -219,11 +198,6 @@ def test_needs(box):
     for found, changes in others.items():
         unmet = [n.found for n in QuantisedLinks().needs(dataclasses.replace(env, **changes)) if not n.met]
         assert len(unmet) == 1 and found in unmet[0]
-
-
-def test_experts_are_refused(box):
-    with pytest.raises(NeedsError, match="a model with experts"):
-        decide(golden_run(box, sets=[f"model.path={box}/moe"], fsdp={}, quantised_links={}), ranks=2)
 
 
 def test_a_slow_link_carries_half(box):

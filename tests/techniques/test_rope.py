@@ -110,21 +110,14 @@ def test_two_ranks_and_recomputation(box, pair, reference):
 
 @pytest.mark.parametrize(
     ("options", "changed", "said"),
-    [
-        ({}, {}, "no factor"),
-        ({"kind": "base"}, {}, "no base"),
-        ({"kind": "base", "base": 9.0, "factor": 2.0}, {}, "does not use"),
-        (
-            {"kind": "linear", "factor": 2.0},
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            "'linear' already",
-        ),
-        ({"factor": 2.0}, {"model_type": "phi3"}, "a model of type 'phi3', which has default, longrope"),
-        ({"factor": 2.0}, {"max_position_embeddings": None}, "no max_position_embeddings"),
-        ({"factor": 2.0}, {"model_type": "gpt2", "rope_theta": None}, "no rotary positions"),
-        ({"factor": 2.0}, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
-    ],
-)
+    [({}, {}, "no factor"), ({"kind": "base"}, {}, "no base"),
+     ({"kind": "base", "base": 9.0, "factor": 2.0}, {}, "does not use"),
+     ({"kind": "linear", "factor": 2.0}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear' already"),
+     ({"factor": 2.0}, {"model_type": "phi3"}, "a model of type 'phi3', which has default, longrope"),
+     ({"factor": 2.0}, {"max_position_embeddings": None}, "no max_position_embeddings"),
+     ({"factor": 2.0}, {"model_type": "gpt2", "rope_theta": None}, "no rotary positions"),
+     ({"factor": 2.0}, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers")],
+)  # fmt: skip
 def test_what_it_refuses(options, changed, said):
     hf = {key: value for key, value in (SIZES | changed).items() if value is not None}
     with pytest.raises(UserError) as refused:

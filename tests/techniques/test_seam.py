@@ -25,7 +25,6 @@ from golden.sgd import Sgd
 from trials import assembled, golden_run, metrics, steps, weights
 
 ROOT = Path(__file__).parents[2]
-NAMES = [t.name for t in ALL]
 HERE = [t.name for t in ALL if (stands := setup.standing(t, [])).runs or stands.several]  # that a CPU can run
 SHARED = [t.name for t in ALL if RANK_PARTS & t.claims]
 BESIDE: dict[str, dict] = {
@@ -82,35 +81,39 @@ def test_names_differ():
     assert len({t.name for t in ALL}) == len(ALL)
 
 
-# What it leaves alone: names, wherever it acts.
+# What it leaves alone: names, wherever it acts, and what training computes when it is evaluated in between.
 
 
-def names(box, with_, of=None):
-    """Canonical names before and after a step: (of parameters with their aliases, trained, of optimizer states).
+def lived(box, with_, evaluating=False, of=None):
+    """Two steps of this rank's job, evaluated before each and after, or never.
+
+    Returns:
+        edits; names before (of parameters with their aliases, trained, of optimizer states); losses
+        and norms; weights; evaluations.
 
     of: the techniques whose model it is, if others.
     """
-    sets = model(box, with_ if of is None else of, "tied")
+    sets = [f"data.eval={box}/few.jsonl", *model(box, with_ if of is None else of, "tied")]
     job = assembled(golden_run(box, sets=sets, packed="packing" not in with_, **with_))
-    found = []
-    for _ in range(2):
-        found.append([
-            [n for n, _ in job.model.named_parameters(remove_duplicate=False)],
-            [t.name for t in job.trained],
-            list(job.optimizer.state()),
-        ])  # fmt: skip
-        list(steps(job, 1))
-    assert found[0] == found[1]
-    elsewhere = {
-        f"{n}.weight" for n, linear in job.model.linears() if linear.quantized is not None
-    }  # published, as ever
-    known, held = (
-        set(job.weight_map.entries) | set(job.weight_map.fillers),
-        {n for n, _ in job.model.named_parameters()},
-    )
+    edits = [(e.technique, e.count) for e in job.applied]
+    before, figures, evals = names(job), [], []
+    for k in range(1, 3 if "compile" not in with_ else 1):  # which would compile
+        evals += [evaluate(job)] * evaluating
+        figures += list(steps(job, 1, first=k))
+    if figures:
+        assert names(job) == before
+        evals += [evaluate(job)] * evaluating
+    return edits, before, figures, {n: w.clone() for n, w in weights(job).items()}, evals
+
+
+def names(job):
+    elsewhere = {f"{n}.weight" for n, linear in job.model.linears() if linear.quantized is not None}  # as published
+    known = set(job.weight_map.entries) | set(job.weight_map.fillers)
+    held = {n for n, _ in job.model.named_parameters()}
     whole = "pp" not in job.env.axes  # else other ranks hold others
     assert (known - elsewhere == held if whole else held < known) and elsewhere <= known
-    return found[0]
+    parameters = [n for n, _ in job.model.named_parameters(remove_duplicate=False)]
+    return [parameters, [t.name for t in job.trained], list(job.optimizer.state())]
 
 
 def together(found):
@@ -118,13 +121,10 @@ def together(found):
     return [[list(dict.fromkeys(name for one in found for name in one[kind])) for kind in range(3)]]
 
 
-PLAYED = [w for w in EVERY if "compile" not in w]
-FIRST = len(PLAYED) - len(OTHERS)
-# An evaluation is a forward pass: what acts on updates alone, and further options, come last.
-ALIKE = [w for w in PLAYED if w in OTHERS or all(set(STAGES_OF[name]) <= UPDATES for name in w)] + [
-    {"fsdp": {}, "amp": {}}
-]
-EVALUATED = [*(w for w in PLAYED if w not in ALIKE), *ALIKE]
+# An evaluation is a forward pass: with what acts on updates alone, and with further options, it is looked at last.
+ALIKE = [w for w in EVERY if w in OTHERS or all(set(STAGES_OF[name]) <= UPDATES for name in w)]
+QUICK = [(w, w not in ALIKE) for w in EVERY if w not in OTHERS]
+LIVED = further([*QUICK, *((w, True) for w in [*ALIKE, {"fsdp": {}, "amp": {}}])], len(QUICK))
 
 
 @pytest.fixture(scope="module")
@@ -135,18 +135,23 @@ def plain_names():
     def plain(box, with_):
         key = tuple(model(box, with_, "tied"))
         if key not in made:
-            made[key] = names(box, {}, with_)
+            made[key] = lived(box, {}, of=with_)[1]
         return made[key]
 
     return plain
 
 
-@pytest.mark.parametrize("with_", further(PLAYED, FIRST), ids=str)
-def test_names_stay(box, pair, with_, plain_names):
-    want = plain_names(box, with_)
+@pytest.mark.parametrize(("with_", "evaluated"), LIVED, ids=str)
+def test_it_changes_something_and_leaves_names_and_evaluations_alone(box, pair, with_, evaluated, plain_names):
+    def play(evaluating):
+        return pair(lived, box, with_, evaluating) if shared(with_) else [lived(box, with_, evaluating)]
+
+    here = play(False)
+    for edits, *_ in here:
+        assert set(with_) <= {name for name, _ in edits} <= {*with_, "packing"} and all(n > 0 for _, n in edits)
+    want, seen = plain_names(box, with_), [found for _, found, *_ in here]
     assert want[1] == want[2] and ("head.weight" in want[0]) and ("head.weight" not in want[1])
-    here = pair(names, box, with_) if shared(with_) else [names(box, with_)]
-    for found in together(here) if "pipeline" in with_ else here:
+    for found in together(seen) if "pipeline" in with_ else seen:
         if any(Part.ADAPTERS in t.claims for t in ALL if t.name in with_):  # others are trained, beside those
             stored = {n for n in found[0] if ".quantized." in n}
             left = set(want[0]) - {f"{n.partition('.quantized.')[0]}.weight" for n in stored}
@@ -156,14 +161,11 @@ def test_names_stay(box, pair, with_, plain_names):
             assert found[0] == want[0] and found[1] == found[2] and set(found[1]) < set(want[1])
         else:
             assert found == want
-
-
-def test_names_stay_when_compiled(box):
-    """As above, without the step, which would compile."""
-    job = assembled(golden_run(box, compile={}))
-    base = assembled(golden_run(box))
-    assert [n for n, _ in job.model.named_parameters()] == [n for n, _ in base.model.named_parameters()]
-    assert [t.name for t in job.trained] == [t.name for t in base.trained]
+    if not evaluated or "compile" in with_:
+        return
+    for (*_, figures, after, _), (*_, same, same_after, evals) in zip(here, play(True), strict=True):
+        assert figures == same and all(torch.equal(after[name], w) for name, w in same_after.items())
+        assert evals[0] != evals[-1], "it sees the weights as trained"
 
 
 # What it must do: something.
@@ -186,23 +188,11 @@ def without_effect(box, name):
     return "no error"
 
 
-def edits(box, with_):
-    job = assembled(golden_run(box, sets=model(box, with_), **with_))
-    return [(e.technique, e.count) for e in job.applied]
-
-
 @pytest.mark.parametrize("name", HERE)
 def test_doing_nothing_is_an_error(box, pair, name):
     said = pair(without_effect, box, name) if name in SHARED else [without_effect(box, name)]
     for text in said:
         assert f"`{name}`" in text and f"--without {name}" in text
-
-
-@pytest.mark.parametrize("with_", EVERY, ids=str)
-def test_every_technique_changes_something(box, pair, with_):
-    for found in pair(edits, box, with_) if shared(with_) else [edits(box, with_)]:
-        assert {name for name, _ in found} == set(with_)
-        assert all(count > 0 for _, count in found)
 
 
 def test_a_toy_that_changes_nothing(box):
@@ -273,9 +263,7 @@ def test_the_order_they_are_named_in_does_not_matter(box):
         job = assembled(golden_run(box, **{name: {} for name in order}))
         return job.describe(), [line[:2] for line in steps(job, 1)]
 
-    first = made(TOGETHER)
-    assert made(TOGETHER[::-1]) == first
-    assert made(sorted(TOGETHER)) == first
+    assert made(TOGETHER[::-1]) == made(TOGETHER)
 
 
 def test_owners_act_first():
@@ -286,44 +274,20 @@ def test_owners_act_first():
     assert in_order(made) == [made[1], made[3], made[0], made[2]]
 
 
-# Evaluation leaves training as it found it.
+# Evaluation.
 
 
-def with_evaluations(box, with_, evaluating, held="held"):
-    """Losses, norms and weights of two steps on this rank; evaluated before each and after, or never."""
-    sets = [f"data.eval={box}/{held}.jsonl", *model(box, with_)]
-    job = assembled(golden_run(box, packed="packing" not in with_, sets=sets, **with_))
-    found, evals = [], []
-    for k in range(1, 3):
-        if evaluating:
-            evals.append(evaluate(job))
-        found += list(steps(job, 1, first=k))
-    return found, {n: w.clone() for n, w in weights(job).items()}, evals
-
-
-@pytest.mark.parametrize("with_", further(EVALUATED, len(EVALUATED) - len(ALIKE)), ids=str)
-def test_evaluation_changes_no_bit_of_training(box, pair, with_):
-    def play(evaluating):
-        args = (box, with_, evaluating, "few")
-        return pair(with_evaluations, *args) if shared(with_) else [with_evaluations(*args)]
-
-    for (found, after, evals), (want, want_after, _) in zip(play(True), play(False), strict=True):
-        assert found == want
-        assert all(torch.equal(after[name], w) for name, w in want_after.items())
-        assert evals[0] != evals[-1], "it sees the weights as trained"
+def evaluated(box, with_):
+    return evaluate(assembled(golden_run(box, packed=True, sets=[f"data.eval={box}/held.jsonl"], **with_)))
 
 
 @pytest.mark.parametrize(
-    "data",
-    further([{}, {"ddp": {}}, {"fsdp": {}}, {"fsdp": {"stage": 2}}, {"tensor": {}}, {"pipeline": {}}], 3),
-    ids=str,
+    "data", further([{"ddp": {}}, {"fsdp": {}}, {"fsdp": {"stage": 2}}, {"tensor": {}}, {"pipeline": {}}], 2), ids=str
 )
 def test_evaluation_is_the_same_however_it_is_shared(box, pair, data):
-    args = (box, data, True)
-    base = with_evaluations(box, {}, True)[2]
-    for _, _, evals in pair(with_evaluations, *args) if data else [with_evaluations(*args)]:
-        for (loss, targets, _), (want, want_targets, _) in zip(evals, base):
-            assert targets == want_targets == 1248 and loss == pytest.approx(want, rel=1e-5)
+    want = evaluated(box, {}).loss
+    for found in pair(evaluated, box, data):
+        assert found.targets == 1248 and found.loss == pytest.approx(want, rel=1e-5)
 
 
 def test_the_loop_evaluates_when_it_is_due(box):

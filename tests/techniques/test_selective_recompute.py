@@ -12,14 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshes import further
 from optrush.decide import decide
-from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES
 from optrush.planner import baseline
 from optrush.techniques import selective_recompute
 from optrush.techniques.selective_recompute import SelectiveRecompute
 
-from memory import check_prediction, supposed, track
-from trials import assembled, first_gradients, furthest, golden_run, micro, shaped, steps, weights
+from memory import supposed, track
+from trials import assembled, first_gradients, furthest, golden_run, micro, steps
 
 CLOSE = 1e-5
 
@@ -29,31 +28,6 @@ def once(partitioned):
     """A fresh compiler that may make each graph once, and writes no code."""
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
-
-
-@pytest.mark.parametrize(
-    ("options", "attention", "implementation"),
-    further(
-        [
-            ({"ops": "products"}, {}, "native"),
-            ({"ops": "attention"}, {"attention": {}}, "transformers"),
-            ({"ops": "products"}, {"attention": {}}, "transformers"),
-            ({"ops": "attention"}, {}, "native"),
-        ],
-        1,
-    ),
-    ids=str,
-)
-def test_equal_bits_over_eight_steps(box, options, attention, implementation):
-    def trained(**with_):
-        sets = [f"model.implementation={implementation}"]
-        job = assembled(golden_run(box, packed=True, sets=sets, **attention, **with_))
-        return list(steps(job)), weights(job)
-
-    base, found = trained(), trained(selective_recompute=options)
-    assert found[0] == base[0], "losses and norms"
-    for name, want in base[1].items():
-        assert torch.equal(found[1][name], want), name
 
 
 class Counted(TorchDispatchMode):
@@ -120,44 +94,18 @@ def test_fewer_bytes_are_kept(box, monkeypatch):
     assert attention - least == pytest.approx(before * each, abs=0.06 * 23 * each)
 
 
-PLANNED = [
-    # shape, implementation, techniques, options, rows, T
-    ("llama-3.2-1b", "native", ("bf16:rounding=nearest", "fused-loss"), "ops=products", 8, 2048),
-    ("llama-3.2-1b", "native", ("bf16:rounding=nearest", "fused-loss"), "ops=attention", 8, 2048),
-    ("qwen2.5-0.5b", "native", (), "ops=products", 2, 1024),
-    ("qwen2.5-0.5b", "native", ("packing",), "ops=products", 2, 1024),
-    ("llama-3.2-1b", "transformers", ("bf16:rounding=nearest",), "ops=products", 2, 1024),
-]
-
-
-@pytest.mark.parametrize(("shape", "implementation", "withs", "options", "rows", "T"), further(PLANNED, 1), ids=str)
-def test_the_plan_knows_what_is_kept(shape, implementation, withs, options, rows, T, monkeypatch):
-    """Its peak against real steps of published shapes, of a few blocks, on tensors without bytes."""
-    monkeypatch.setitem(SHAPES, shape, SHAPES[shape] | {"num_hidden_layers": 6})
-    withs = ("fused-adamw", "attention", f"selective-recompute:{options}", *withs)
-    check_prediction(shaped(shape, *withs, rows=rows, seq=T, sets=[f"model.implementation={implementation}"]))
-
-
 # --- compiled
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize(
     ("options", "implementation", "scope"),
-    further(
-        [
-            ({"ops": "products"}, "native", "blocks"),
-            ({"budget": 0.4}, "native", "model"),
-            ({"ops": "attention"}, "native", "blocks"),
-            ({"budget": 0.4}, "native", "blocks"),
-            ({"ops": "products"}, "native", "model"),
-            ({"ops": "products"}, "transformers", "blocks"),
-            ({"budget": 0.4}, "transformers", "blocks"),
-        ],
-        0,
-    ),
+    further([({"ops": "products"}, "native", "blocks"), ({"budget": 0.4}, "native", "model"),
+             ({"ops": "attention"}, "native", "blocks"), ({"budget": 0.4}, "native", "blocks"),
+             ({"ops": "products"}, "native", "model"), ({"ops": "products"}, "transformers", "blocks"),
+             ({"budget": 0.4}, "transformers", "blocks")], 0),
     ids=str,
-)
+)  # fmt: skip
 def test_same_gradients_compiled(box, once, options, implementation, scope):
     """Equal blocks still share one graph, and later steps compile nothing."""
     sets, with_ = [f"model.implementation={implementation}"], {"attention": {}, "fused_loss": {"chunk": 64}}
@@ -257,43 +205,6 @@ def test_the_plan_keeps_what_the_partitioner_keeps(box, once, monkeypatch, budge
 
 
 # --- what it refuses
-
-
-ADAPTED = {"lora": {}, "compile": {}}
-SEVERAL = ("adapters, whose matmuls are summed in place", "take ops=attention")
-
-
-@pytest.mark.parametrize(
-    ("with_", "options", "found", "do"),
-    [
-        (
-            {"compile": {}},
-            {"ops": "products", "budget": 0.5},
-            "both, ops=products and budget=0.5",
-            "give one of the two",
-        ),
-        ({}, {"budget": 0.5}, "no compiled blocks", "add --with compile"),
-        *((ADAPTED, options, *SEVERAL) for options in ({}, {"ops": "products"}, {"budget": 0.5})),
-    ],
-    ids=str,
-)
-def test_what_is_refused(box, with_, options, found, do):
-    with pytest.raises(NeedsError) as refused:
-        decide(golden_run(box, selective_recompute=options, **with_))
-    assert found in refused.value.found and do in refused.value.do
-
-
-@pytest.mark.parametrize("options", [{"budget": 0.0}, {"budget": 1.5}, {"budget": "half"}, {"ops": "norms"}], ids=str)
-def test_options_that_mean_nothing(box, options):
-    with pytest.raises(ConfigError, match="selective-recompute"):
-        decide(golden_run(box, selective_recompute=options))
-
-
-def test_these_tests_would_see_that_nothing_runs_again(box, monkeypatch):
-    monkeypatch.setattr(
-        "torch.utils.checkpoint.checkpoint", lambda f, *args, use_reentrant, context_fn, **k: f(*args, **k)
-    )
-    assert ran(box, selective_recompute={}) == ran(box)
 
 
 def test_the_product_that_gates_is_a_product():

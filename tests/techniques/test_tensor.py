@@ -6,27 +6,22 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from meshes import MeshCase, follows, further, prove, saved, train
-from optrush.decide import decide
+from meshes import MeshCase, further, prove
 from optrush.errors import NeedsError
-from optrush.techniques import ALL
 
 from golden import make_golden
-from trials import apart, assembled, first_gradients, furthest, golden_run, published, steps
+from trials import assembled, first_gradients, furthest, golden_run, published, steps
 
 TP = {"tensor": {}}
 WHOLE = {"tensor": {"sequence": False}}
 LORA = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"], "save": ["norm"]}}
 TOGETHER = {"fused-kernels": {"mlp": "triton", "norm": True, "rope": True}, "recompute": {}, "fused-adamw": {}}
 TWO = [
-    MeshCase(2, TP | {"fused-loss": {"chunk": 5}}, "chat"),
-    MeshCase(2, WHOLE, "tied"),
-    MeshCase(2, TP | TOGETHER, "tied", packed=False),
-    MeshCase(2, WHOLE | LORA, base=LORA),
+    MeshCase(2, TP | {"fused-loss": {"chunk": 5}}, "chat"), MeshCase(2, WHOLE, "tied"),
+    MeshCase(2, TP | TOGETHER, "tied", packed=False), MeshCase(2, WHOLE | LORA, base=LORA),
     MeshCase(2, TP | {"ia3": {}}, base={"ia3": {}}),
-]
+]  # fmt: skip
 FOUR = [
     MeshCase(4, TP | {"fsdp": {}}, "tied"),
     MeshCase(4, TP | {"ddp": {}}),
@@ -115,82 +110,7 @@ def test_what_a_rank_holds(box, pair):
             assert widths == {width}
 
 
-# Checkpoints and exports.
-
-
-def exported(output):
-    return load_file(output / "model" / "model.safetensors")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_in_another_mesh(box, quad, pair, tmp_path):
-    both = TP | {"fsdp": {}}
-    follows(quad(train, box, tmp_path / "both", both, None, "untied", ALL, True)[0])
-    follows(train(box, tmp_path / "one", {}, saved(tmp_path / "both"), export=True), first=5)
-    train(box, tmp_path / "fresh", {})
-    follows(quad(train, box, tmp_path / "back", both, saved(tmp_path / "fresh"))[0], first=5)
-    follows(pair(train, box, tmp_path / "two", WHOLE, saved(tmp_path / "both"))[0], first=5)
-    many, one = exported(tmp_path / "both"), exported(tmp_path / "one")
-    assert furthest(many, one) < 1e-4
-
-
-def test_adapters_are_merged_into_whole_weights(box, pair, tmp_path):
-    pair(train, box, tmp_path / "two", TP | LORA, None, "untied", ALL, True)
-    train(box, tmp_path / "one", LORA, export=True)
-    assert furthest(exported(tmp_path / "two"), exported(tmp_path / "one")) < 1e-4
-
-
-# These tests would see a mistake.
-
-
-def spoiled(box, how):
-    job = assembled(golden_run(box, packed=True, **TP))
-    if how == "norms":  # of their own tokens only
-        job.forward_backward = inner_of(job.forward_backward)
-    else:  # the ranks' tokens in another order
-        enter = job.model.head.enter
-        job.model.head.enter = lambda hidden: enter(hidden).roll(24, 1)
-    return first_gradients(job)
-
-
-def inner_of(wrapper):
-    return next(c.cell_contents for c in wrapper.__closure__ if callable(c.cell_contents))
-
-
-@pytest.mark.parametrize("how", ["norms", "order"])
-def test_these_tests_would_see_it(box, pair, how):
-    want = first_gradients(assembled(golden_run(box, packed=True)))[1]
-    for _, grads in pair(spoiled, box, how):
-        wrong = {name for name in want if apart(grads[name], want[name]) > 1e-3}
-        assert wrong == ({name for name in want if "norm" in name} if how == "norms" else set(want))
-
-
 # What it refuses.
-
-REFUSED = [
-    ({"size": 4}, {}, (), 4, "2 key/value heads"),
-    ({}, {}, ("batch.seq=47", "batch.tokens=376", "batch.micro_tokens=47"), 2, "not a multiple of 2"),
-    ({}, {"pad": {}}, (), 2, "its own width"),
-    ({}, {"nf4": {}, "lora": {}}, (), 2, "quantized weights"),
-    ({}, {"muon": {}}, (), 2, "shards them over the ranks"),
-    ({}, {"adam8bit": {}}, (), 2, "by columns"),
-    ({}, {"adam4bit": {}}, (), 2, "by columns"),
-    ({}, {"update-in-backward": {}}, ("optim.clip=null",), 2, "over ranks"),
-    ({}, {"compile": {"scope": "model"}}, (), 2, "several ranks"),
-    ({}, {}, ("model.implementation=transformers",), 2, "through transformers"),
-    ({}, {}, (), 3, "3 ranks"),
-    ({}, {}, (), 1, "one rank"),
-    ({}, {}, (), 4, "no technique shares the work"),
-]
-
-
-@pytest.mark.parametrize(("options", "with_", "sets", "ranks", "found"), REFUSED, ids=str)
-def test_what_it_refuses(box, options, with_, sets, ranks, found):
-    whole = {"batch.micro_tokens=384"} if "update-in-backward" in with_ else set()
-    run = golden_run(box, packed="pad" not in with_, sets=[*sets, *whole], tensor=options, **with_)
-    with pytest.raises(NeedsError) as error:
-        decide(run, ranks=ranks)
-    assert found in error.value.found and error.value.do
 
 
 def refused_in_building(box, with_):
@@ -202,12 +122,7 @@ def refused_in_building(box, with_):
 
 
 @pytest.mark.parametrize(
-    ("with_", "found"),
-    [
-        ({"lora": {"dora": True}}, "dora"),
-        ({"lora": {"dropout": 0.1}}, "dropout"),
-    ],
-    ids=str,
+    ("with_", "found"), [({"lora": {"dora": True}}, "dora"), ({"lora": {"dropout": 0.1}}, "dropout")], ids=str
 )
 def test_what_it_refuses_when_it_is_built(box, pair, with_, found):
     assert all(found in said for said in pair(refused_in_building, box, with_))

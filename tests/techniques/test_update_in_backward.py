@@ -9,8 +9,6 @@ import torch
 
 from meshes import further
 from optrush import technique
-from optrush.decide import decide
-from optrush.errors import NeedsError
 from optrush.hardware import NAMED
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import baseline, ledger
@@ -19,8 +17,7 @@ from optrush.technique import Environment, instantiate
 from optrush.techniques import ALL
 
 from golden.make_golden import PER_STEP, Case, T
-from memory import check_prediction
-from trials import assembled, first_gradients, golden_run, shaped, steps, weights
+from trials import all_bits, assembled, first_gradients, golden_run, steps
 
 WHOLE = [f"batch.micro_tokens={T * PER_STEP // 2}", "optim.clip=null"]
 OPTIMIZERS = [{}, {"fused_adamw": {}}, {"adam8bit": {}}, {"bf16": {}}, {"bf16": {}, "adam8bit": {}}]
@@ -29,12 +26,6 @@ OPTIMIZERS = [{}, {"fused_adamw": {}}, {"adam8bit": {}}, {"bf16": {}}, {"bf16": 
 def trained(box, case, n=5, **with_):
     job = assembled(golden_run(box, case, packed=True, sets=WHOLE, **with_))
     return list(steps(job, n)), all_bits(job), job
-
-
-def all_bits(trainer):
-    return weights(trainer) | {
-        f"{name} {k}": s.clone() for name, by in trainer.optimizer.state().items() for k, s in by.items()
-    }
 
 
 @pytest.mark.parametrize("case", further([Case(True), Case(False)], 1), ids=["tied", "untied"])
@@ -141,26 +132,6 @@ def test_a_backward_pass_outside_the_window_updates_nothing(box):
     assert all(torch.allclose(t.grad, want[t.name], rtol=1e-5, atol=1e-8) for t in job.trained)
 
 
-@pytest.mark.parametrize(
-    ("sets", "with_", "ranks", "found", "do"),
-    [
-        ([f"batch.micro_tokens={T}"], {}, 1, "8 micro-batches per step", f"batch.micro_tokens to {T * 8}"),
-        (["optim.clip=0.5"], {}, 1, "`optim.clip: 0.5`", "optim.clip to null"),
-        ([f"batch.micro_tokens={T * 4}", "optim.clip=null"], {"ddp": {}}, 2, "sums gradients over ranks", "leave one"),
-    ],
-)
-def test_what_it_needs(box, sets, with_, ranks, found, do):
-    with pytest.raises(NeedsError, match="`update-in-backward`") as error:
-        decide(golden_run(box, packed=True, sets=sets, update_in_backward={}, **with_), ranks=ranks)
-    assert found in error.value.found and do in error.value.do
-
-
-def test_it_refuses_a_loss_scale(box):
-    with pytest.raises(NeedsError, match="without a loss scale") as error:
-        assembled(golden_run(box, packed=True, update_in_backward={}, amp={"dtype": "fp16"}))
-    assert "fp16" in error.value.found and "bf16" in error.value.do
-
-
 # What the plan says.
 
 
@@ -202,19 +173,3 @@ def test_gradients_in_the_plan(name):
 
 
 # With an optimizer of one operator a step: others take thousands, on tensors without bytes too.
-PEAKS = [
-    # shape, techniques, rows
-    ("llama-3.2-1b", ("fused-adamw", "attention", "recompute"), 1),
-    ("llama-3.1-8b", ("fused-adamw", "attention", "recompute", "fused-loss:chunk=512"), 1),
-]
-
-
-@pytest.mark.parametrize(("shape", "withs", "rows"), further(PEAKS, 1), ids=str)
-@pytest.mark.slow
-def test_the_peak_is_as_predicted(shape, withs, rows):
-    """Real steps on tensors without bytes, every storage counted; without it, all gradients more."""
-    before, after = (
-        check_prediction(shaped(shape, *withs, *more, rows=rows, seq=1024, sets=["optim.clip=null"])).peak
-        for more in ((), ("update-in-backward",))
-    )
-    assert after < 0.95 * before
