@@ -34,31 +34,24 @@ KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "llama": ({"model_type": "llama"}, "PreTrainedTokenizerFast", ()),
     "llama-pieces": ({"model_type": "llama"}, "LlamaTokenizer", ("tokenizer.model",)),
     "mistral": ({"model_type": "mistral", "sliding_window": None}, "LlamaTokenizerFast", ("tokenizer.model",)),
-    "qwen2": (
-        {"model_type": "qwen2", "tie_word_embeddings": True}, "Qwen2Tokenizer",
-        ("vocab.json", "merges.txt", "added_tokens.json"),
-    ),
+    "qwen2": ({
+        "model_type": "qwen2", "tie_word_embeddings": True,
+    }, "Qwen2Tokenizer", ("vocab.json", "merges.txt", "added_tokens.json")),
     "gpt_neox": ({"model_type": "gpt_neox"}, "GPTNeoXTokenizerFast", ()),
-    "gpt2": (
-        {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}, "GPT2Tokenizer",
-        ("vocab.json", "merges.txt"),
-    ),
-    "phi3": (
-        {"model_type": "phi3", "pad_token_id": 2, "original_max_position_embeddings": 64, "rope_scaling": LONGROPE},
-        "LlamaTokenizerFast", ("tokenizer.model", "added_tokens.json"),
-    ),
-    "gemma2": (
-        {"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64, "pad_token_id": 0},
-        "GemmaTokenizerFast", ("tokenizer.model",),
-    ),
-    "gemma4_text": (
-        {
-            "model_type": "gemma4_text", "num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 64,
-            "pad_token_id": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300,
-        },
-        "GemmaTokenizerFast", ("tokenizer.model",),
-    ),
+    "gpt2": ({
+        "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256,
+    }, "GPT2Tokenizer", ("vocab.json", "merges.txt")),
+    "phi3": ({
+        "model_type": "phi3", "pad_token_id": 2, "original_max_position_embeddings": 64, "rope_scaling": LONGROPE,
+    }, "LlamaTokenizerFast", ("tokenizer.model", "added_tokens.json")),
+    "gemma2": ({
+        "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64, "pad_token_id": 0,
+    }, "GemmaTokenizerFast", ("tokenizer.model",)),
+    "gemma4_text": ({
+        "model_type": "gemma4_text", "num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 64,
+        "pad_token_id": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300,
+    }, "GemmaTokenizerFast", ("tokenizer.model",)),
 }  # fmt: skip
 
 

@@ -25,12 +25,9 @@ GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 CLOSE = 1e-5  # relative, of losses and of norms before clipping
 ROWS = {True: (1, 2, 4), False: (2, 4, 8)}  # of a micro-batch, packed or not: 8, 4 and 2 micro-batches in one process
 DATA: dict[str, dict[str, Any]] = {
-    "ddp": {"ddp": {}},
-    "fsdp2": {"fsdp": {"stage": 2}},
-    "fsdp3": {"fsdp": {"stage": 3}},
-    "fsdp2-each": {"fsdp": {"stage": 2, "sync": "each"}},
-    "fsdp3-each": {"fsdp": {"stage": 3, "sync": "each"}},
-}
+    "ddp": {"ddp": {}}, "fsdp2": {"fsdp": {"stage": 2}}, "fsdp3": {"fsdp": {"stage": 3}},
+    "fsdp2-each": {"fsdp": {"stage": 2, "sync": "each"}}, "fsdp3-each": {"fsdp": {"stage": 3, "sync": "each"}},
+}  # fmt: skip
 CUTS = [(packed, rows) for packed in ROWS for rows in ROWS[packed]]
 WAYS = [(name, *cut) for name in ("untied", "tied") for cut in CUTS] + [("chat", packed, 2) for packed in ROWS]
 # On two ranks every second cutting, heads in turn; and the case in which ranks have the fewest targets in common.
@@ -96,16 +93,10 @@ def test_another_optimizer_on_two_ranks(box, pair, data):
     agrees("sgd", pair(play, box, "sgd", True, 2, DATA[data])[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "with_"),
-    further(
-        [
-            ("untied", {"attention": {}}), ("tied", {"fused-loss": {"chunk": 5}}), ("untied", {"fused-adamw": {}}),
-            ("tied", {"attention": {}}), ("untied", {"fused-loss": {"chunk": 5}}), ("tied", {"fused-adamw": {}}),
-        ],
-        2,
-    ),
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "with_"), further([
+    ("untied", {"attention": {}}), ("tied", {"fused-loss": {"chunk": 5}}), ("untied", {"fused-adamw": {}}),
+    ("tied", {"attention": {}}), ("untied", {"fused-loss": {"chunk": 5}}), ("tied", {"fused-adamw": {}}),
+], 2))  # fmt: skip
 def test_one_kernel_at_a_time(box, name, with_):
     agrees(name, play(box, name, True, 2, with_))
 

@@ -38,11 +38,9 @@ SETS = (f"batch.seq={T}", f"batch.tokens={4 * T}", f"batch.micro_tokens={4 * T}"
 SIZE = 0.03  # of what is added to the first values of PEFT's adapters
 
 FUSED = {"fused-kernels": {"norm": True, "rope": True}, "fused-loss": {"chunk": 128}}
-QUACK = {
-    **FUSED,
-    "fused-kernels": {"mlp": "quack", "norm": True, "rope": True},
-    "fused-loss": {"impl": "quack", "chunk": 128},
-}
+QUACK = {**FUSED, "fused-kernels": {
+    "mlp": "quack", "norm": True, "rope": True,
+}, "fused-loss": {"impl": "quack", "chunk": 128}}  # fmt: skip
 PATHS = {
     "plain": {},
     "sdpa": {"attention": {"impl": "sdpa"}, **FUSED},  # the only one that takes float32
@@ -58,7 +56,7 @@ Asked = tuple[float, dict[str, torch.Tensor]]  # a loss, and gradients under the
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory):
     made, folder = reference(MODEL), tmp_path_factory.mktemp("model")
     with torch.no_grad():
         for p in made.parameters():
@@ -160,22 +158,12 @@ def test_float32_by_the_fast_path(model, peft, tmp_path, case, path):
     same(answered(job_of(model, tmp_path, case, adapter, **PATHS[path])), theirs)
 
 
-@pytest.mark.parametrize(
-    ("case", "precision", "path"),
-    [
-        ("attention", "bf16", "varlen"),
-        ("dora", "amp", "varlen"),
-        ("ia3", "bf16", "varlen"),
-        ("all", "bf16", "varlen compiled"),
-        ("ia3", "amp", "fa4"),
-        ("dora", "bf16", "fa4"),
-        ("attention", "bf16", "quack"),
-        ("rslora", "amp", "quack"),
-        ("all", "amp", "quack compiled"),
-        ("all", "amp", "loss compiled"),
-        ("all", "bf16", "quack compiled"),
-    ],
-)
+@pytest.mark.parametrize(("case", "precision", "path"), [
+    ("attention", "bf16", "varlen"), ("dora", "amp", "varlen"), ("ia3", "bf16", "varlen"),
+    ("all", "bf16", "varlen compiled"), ("ia3", "amp", "fa4"), ("dora", "bf16", "fa4"), ("attention", "bf16", "quack"),
+    ("rslora", "amp", "quack"), ("all", "amp", "quack compiled"), ("all", "amp", "loss compiled"),
+    ("all", "bf16", "quack compiled"),
+])  # fmt: skip
 def test_bfloat16_by_the_fast_path(model, peft, tmp_path, case, precision, path):
     adapter, theirs = peft(case)
     near(answered(job_of(model, tmp_path, case, adapter, **{precision: {}}, **PATHS[path])), theirs)

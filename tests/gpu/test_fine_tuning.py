@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,12 +34,12 @@ FUSED = {"attention": {"impl": "sdpa"}, "fused_kernels": {"norm": True, "rope": 
 
 
 @pytest.fixture(scope="module")
-def folder(box: Path) -> Path:
+def folder(box):
     return filled_box(box)
 
 
 @pytest.fixture(scope="module")
-def trainer(folder: Path) -> Any:
+def trainer(folder):
     pytest.importorskip("trl")
     made = trls(folder, DEVICE)
     assert made.model.device.type == made.ref_model.device.type == DEVICE.type
@@ -82,18 +81,11 @@ def raw(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: t.detach().contiguous().flatten().view(torch.uint8).clone() for name, t in held}
 
 
-@pytest.mark.parametrize(
-    "with_",
-    [
-        {},
-        {"bf16": {}, **FUSED, "fused_adamw": {}},
-        {"nf4": {}},
-        {"nf4": {}, "bf16": {}, **FUSED, "attention": {"impl": "varlen"}, "fused_adamw": {}},
-        {"nf4": {"double": False}, "amp": {}},
-        {"int8": {}, "bf16": {}},
-    ],
-    ids=lambda with_: "+".join(with_) or "float32",
-)
+@pytest.mark.parametrize("with_", [
+    {}, {"bf16": {}, **FUSED, "fused_adamw": {}}, {"nf4": {}},
+    {"nf4": {}, "bf16": {}, **FUSED, "attention": {"impl": "varlen"}, "fused_adamw": {}},
+    {"nf4": {"double": False}, "amp": {}}, {"int8": {}, "bf16": {}},
+], ids=lambda with_: "+".join(with_) or "float32")  # fmt: skip
 def test_what_is_frozen_stays_as_it_was(box, with_):
     """After five steps no bit of the base is another, and all that is trained has moved."""
     job = assembled(golden_run(box, packed=True, lora={"rank": 4}, **with_))
@@ -120,7 +112,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def call(monkeypatch, capsys) -> Call:
+def call(monkeypatch, capsys):
     """`optrush ARGUMENTS` in this process: exit code, what it printed and said."""
 
     def called(*arguments: str) -> tuple[int, str, str]:

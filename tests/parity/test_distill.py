@@ -42,7 +42,7 @@ BLENDS = {
 
 
 @pytest.fixture(scope="module")
-def folder(box: Path) -> Path:
+def folder(box):
     """The golden folder with `teacher`, wider, of one block, and with rows of its embedding that no token has."""
     config = AutoConfig.from_pretrained(box / "untied")
     config.hidden_size, config.num_hidden_layers, config.head_dim = 48, 1, 12
@@ -58,9 +58,7 @@ def folder(box: Path) -> Path:
     return box
 
 
-def distill_run(
-    box: Path, blend: str = "forward", teacher: str = "teacher", case: str = "untied", **how: Any
-) -> Config:
+def distill_run(box, blend="forward", teacher="teacher", case="untied", **how):
     config = golden_run(box, CASES[case], **how)
     settings = {"teacher": str(box / teacher), "dtype": "float32", "chunk": 17, **BLENDS[blend]}
     changed = {"objective": "distill", "distill": settings}
@@ -68,9 +66,7 @@ def distill_run(
 
 
 @cache
-def wanted(
-    box: Path, case: str, blend: str, k: int | None = None
-) -> tuple[float, dict[str, torch.Tensor], list[float]]:
+def wanted(box, case, blend, k=None):
     """Loss, gradients and metrics of the first step in float64, documents one at a time.
 
     k: only the teacher's k likeliest tokens are known, and all others are one class.
@@ -116,9 +112,7 @@ def stored(config: Config, cache: Path, k: int, **changes: Any) -> Config:
     return config.model_copy(update={"distill": settings, "data": data})
 
 
-def ours(
-    box: Path, case: str, blend: str, how: dict[str, Any], cache: Path | None = None, k: int = 0
-) -> tuple[float, dict[str, torch.Tensor], list[float]]:
+def ours(box, case, blend, how, cache=None, k=0):
     config = distill_run(box, blend, case=case, **how)
     config = config if cache is None else stored(config, cache, k)
     job = assembled(config)
@@ -130,13 +124,9 @@ def ours(
 
 @pytest.mark.parametrize("case", further(["chat", "untied", "tied"], 1))
 @pytest.mark.parametrize("blend", BLENDS)
-@pytest.mark.parametrize(
-    "how",
-    further(
-        [{"packed": True, "rows": 2, "attention": {}}, {"rows": 16}, {"sets": ["model.implementation=transformers"]}], 2
-    ),
-    ids=["packed", "rows", "transformers"],
-)  # fmt: skip
+@pytest.mark.parametrize("how", further(
+    [{"packed": True, "rows": 2, "attention": {}}, {"rows": 16}, {"sets": ["model.implementation=transformers"]}], 2,
+), ids=["packed", "rows", "transformers"])  # fmt: skip
 def test_losses_metrics_and_gradients_are_the_formula(folder, case, blend, how):
     found, want = ours(folder, case, blend, how), wanted(folder, case, blend)
     assert found[0] == pytest.approx(want[0], rel=CLOSE) and found[2] == pytest.approx(want[2], rel=CLOSE)
@@ -187,20 +177,10 @@ def test_the_plan_counts_the_teacher(folder):
     assert line.bytes == 4 * sum(p.numel() for p in teacher.parameters())
 
 
-@pytest.mark.parametrize(
-    ("sizes", "sets", "k"),
-    further(
-        [
-            ((512, 96), [], None),
-            ((512, 96), ["data.random=8", "data.path=null"], None),
-            ((96, 512), [], None),
-            ((512, 96), [], 7),
-            ((96, 512), ["data.random=8", "data.path=null"], None),
-        ],
-        3,
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize(("sizes", "sets", "k"), further([
+    ((512, 96), [], None), ((512, 96), ["data.random=8", "data.path=null"], None), ((96, 512), [], None),
+    ((512, 96), [], 7), ((96, 512), ["data.random=8", "data.path=null"], None),
+], 3), ids=str)  # fmt: skip
 def test_embeddings_of_other_lengths(folder, tmp_path, sizes, sets, k):
     """Of which both have the tokenizer's 80 tokens: no id is drawn that the shorter one has not."""
     for name, rows in zip(("untied", "teacher"), sizes):
@@ -268,11 +248,9 @@ def no_second_pass(monkeypatch):
     return lambda: monkeypatch.setattr(other_model, "load_teacher", loaded)
 
 
-@pytest.mark.parametrize(
-    ("case", "how"),
-    further([("chat", {"packed": True, "rows": 2, "attention": {}}), ("untied", {"rows": 16})], 1),
-    ids=["packed", "rows"],
-)  # fmt: skip
+@pytest.mark.parametrize(("case", "how"), further(
+    [("chat", {"packed": True, "rows": 2, "attention": {}}), ("untied", {"rows": 16})], 1,
+), ids=["packed", "rows"])  # fmt: skip
 def test_stored_tokens_are_the_formula_in_any_layout(folder, tmp_path, no_second_pass, case, how):
     """The whole vocabulary is the live loss; fewer are the formula with one class more; both in rows of any kind."""
     vocab = decide(distill_run(folder, case=case)).env.vocab
@@ -376,16 +354,11 @@ def test_damaged_files_are_made_again(folder, tmp_path, no_second_pass, harm):
     assembled(config)
 
 
-@pytest.mark.parametrize(
-    ("sets", "with_", "k", "message"),
-    [
-        (["data.stream=true"], {}, K, "not read before step 0"),
-        (["distill.divergence=reverse"], {}, K, "few of them are stored"),
-        ([], {}, 10**6, "a vocabulary of"),
-        ([], {"wrap": {}}, K, "split and attend to each other"),
-    ],
-    ids=["stream", "reverse", "vocabulary", "wrap"],
-)
+@pytest.mark.parametrize(("sets", "with_", "k", "message"), [
+    (["data.stream=true"], {}, K, "not read before step 0"),
+    (["distill.divergence=reverse"], {}, K, "few of them are stored"), ([], {}, 10**6, "a vocabulary of"),
+    ([], {"wrap": {}}, K, "split and attend to each other"),
+], ids=["stream", "reverse", "vocabulary", "wrap"])  # fmt: skip
 def test_what_stored_tokens_cannot_serve(folder, tmp_path, sets, with_, k, message):
     config = stored(distill_run(folder, packed=True, **with_), tmp_path, k)
     given = config.model_dump(by_alias=True)

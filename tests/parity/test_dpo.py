@@ -58,7 +58,7 @@ def write_pairs(path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(box: Path) -> Path:
+def folder(box):
     return filled_box(box)
 
 
@@ -75,9 +75,7 @@ def filled_box(box: Path) -> Path:
     return box
 
 
-def dpo_run(
-    box: Path, *, rows: int = 1, packed: bool = False, sets: Sequence[str] = (), model: str = "untied", **with_: Any
-) -> Config:
+def dpo_run(box, *, rows=1, packed=False, sets=(), model="untied", **with_):
     """rows: of one micro-batch of one rank; packed: 4 rows of 96 a step instead of 8 of 48."""
     with_ = {name.replace("_", "-"): options for name, options in with_.items()}
     if packed:
@@ -122,7 +120,7 @@ def order() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def trainer(folder: Path) -> Any:
+def trainer(folder):
     return trls(folder, torch.device("cpu"))
 
 
@@ -163,16 +161,10 @@ def theirs(trainer: Any, box: Path, chosen: Sequence[int], swapped: bool = False
     return loss.item(), grads, trainer._metrics["train"]
 
 
-@pytest.mark.parametrize(
-    ("loss", "smoothing", "packed"),
-    further(
-        [
-            ("sigmoid", 0.0, True), ("sigmoid", 0.1, False), ("ipo", 0.0, True), ("sigmoid", 0.0, False),
-            ("sigmoid", 0.1, True), ("ipo", 0.0, False),
-        ],
-        3,
-    ),
-)  # fmt: skip
+@pytest.mark.parametrize(("loss", "smoothing", "packed"), further([
+    ("sigmoid", 0.0, True), ("sigmoid", 0.1, False), ("ipo", 0.0, True), ("sigmoid", 0.0, False),
+    ("sigmoid", 0.1, True), ("ipo", 0.0, False),
+], 3))  # fmt: skip
 def test_losses_rewards_and_gradients_are_trls(folder, trainer, loss, smoothing, packed):
     agrees_with_trl(folder, trainer, loss, smoothing, packed)
 

@@ -35,7 +35,7 @@ def pairs_run(box: Path, tmp_path: Path, model: Path, *sets: str) -> Config:
 
 
 @pytest.fixture(scope="module")
-def large(box: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large(box, tmp_path_factory):
     """A model of 7 MiB: no sample of its bytes holds all of them."""
     folder = tmp_path_factory.mktemp("large") / "model"
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from test_dpo import filled, filled_box, order
 from transformers import AutoTokenizer
 
 from meshes import further
-from optrush.config import Config, parse_config
+from optrush.config import parse_config
 from optrush.decide import decide
 from optrush.errors import ConfigError, DataError
 from optrush.objectives import JUDGEMENTS
@@ -32,7 +32,7 @@ CLOSE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def folder(box: Path) -> Path:
+def folder(box):
     """The folder of pairs, with judged.jsonl: of each pair one answer, and whether it was the chosen one."""
     filled_box(box)
     rows = [json.loads(line) for line in (box / "pairs.jsonl").read_text().splitlines()]
@@ -42,9 +42,7 @@ def folder(box: Path) -> Path:
     return box
 
 
-def kto_run(
-    box: Path, *, rows: int = 8, packed: bool = False, sets: Sequence[str] = (), model: str = "moved", **with_: Any
-) -> Config:
+def kto_run(box, *, rows=8, packed=False, sets=(), model="moved", **with_):
     """rows: of one micro-batch of one rank; packed: 4 wider rows a step instead of 8."""
     with_ = {name.replace("_", "-"): options for name, options in with_.items()}
     if packed:
@@ -122,17 +120,9 @@ def agrees(box: Path, found: Any, groups: Sequence[Sequence[int]]) -> None:
     assert found[2] == pytest.approx(means, abs=2e-5)
 
 
-@pytest.mark.parametrize(
-    "how",
-    further(
-        [
-            {"rows": 2}, {"packed": True, "rows": 2, "fused_loss": {"chunk": 5}, "attention": {}},
-            {"rows": 8}, {"packed": True, "rows": 4},
-        ],
-        2,
-    ),
-    ids=["micro", "chunked", "padded", "packed"],
-)  # fmt: skip
+@pytest.mark.parametrize("how", further([{"rows": 2}, {
+    "packed": True, "rows": 2, "fused_loss": {"chunk": 5}, "attention": {},
+}, {"rows": 8}, {"packed": True, "rows": 4}], 2), ids=["micro", "chunked", "padded", "packed"])  # fmt: skip
 def test_losses_metrics_and_gradients_are_the_formula(folder, how):
     found = ours(folder, how)
     assert how.get("packed") or sorted(i for group in found[3] for i in group) == sorted(order()[0])
@@ -220,17 +210,13 @@ def test_rows(folder, tmp_path, kind):
     assert next(steps(job, 1))[0] > 0
 
 
-@pytest.mark.parametrize(
-    ("row", "found"),
-    [
-        ({"prompt": "a", "completion": "b"}, "no 'label'"),
-        ({"prompt": "a", "completion": "b", "label": "maybe"}, "neither true nor false"),
-        ({"prompt": "a", "completion": "b", "label": True, "kto_tag": False}, "contradict"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "and a label; keep one"),
-        ({"text": "a", "label": True}, "a text"),
-        ({"prompt": "w1 " * 30, "completion": "w2", "label": True}, "tokens"),
-    ],
-)
+@pytest.mark.parametrize(("row", "found"), [
+    ({"prompt": "a", "completion": "b"}, "no 'label'"),
+    ({"prompt": "a", "completion": "b", "label": "maybe"}, "neither true nor false"),
+    ({"prompt": "a", "completion": "b", "label": True, "kto_tag": False}, "contradict"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "and a label; keep one"),
+    ({"text": "a", "label": True}, "a text"), ({"prompt": "w1 " * 30, "completion": "w2", "label": True}, "tokens"),
+])  # fmt: skip
 def test_rows_refused(folder, tmp_path, row, found):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=found):

@@ -58,7 +58,7 @@ YOUTU: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("hf", [V2_LITE, V3, YOUTU], ids=lambda hf: hf["model_type"])
-def test_published_sizes(hf: dict[str, Any]) -> None:
+def test_published_sizes(hf):
     """Counted by transformers on the meta device, from the same config.json; attention's FLOPs by both widths."""
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf, num_nextn_predict_layers=0))
@@ -72,7 +72,7 @@ def test_published_sizes(hf: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "youtu"])
-def test_documents_do_not_see_each_other(name: str, tmp_path: Path) -> None:
+def test_documents_do_not_see_each_other(name, tmp_path):
     """To the bit, under both kernels, which agree; and equal to each document alone."""
     ours, recipe = load(None, {**FAMILIES, **EXPERTS}[name], "native", torch.float32, 0)
     assert isinstance(ours, Decoder)
@@ -97,16 +97,13 @@ def run(folder: Path, output: Path, **lora: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "youtu"])
-def test_adapters_are_those_of_peft(name: str, tmp_path: Path) -> None:
+def test_adapters_are_those_of_peft(name, tmp_path):
     """Loss and gradients begun with PEFT's file, and ours read by PEFT."""
     save(reference({**FAMILIES, **EXPERTS}[name]), tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     latent = [
-        "kv_a_proj_with_mqa",
-        "kv_b_proj",
-        "o_proj",
-        *(["q_proj"] if name == "youtu" else ["q_a_proj", "q_b_proj"]),
-    ]
+        "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *(["q_proj"] if name == "youtu" else ["q_a_proj", "q_b_proj"]),
+    ]  # fmt: skip
     made = LoraConfig(r=4, lora_alpha=6, target_modules=latent, task_type="CAUSAL_LM", init_lora_weights=False)
     theirs = get_peft_model(base, made).train()
     theirs.save_pretrained(tmp_path / "theirs")
@@ -134,7 +131,7 @@ def test_adapters_are_those_of_peft(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
 
 
-def test_lines_that_name_no_linear(tmp_path: Path) -> None:
+def test_lines_that_name_no_linear(tmp_path):
     save(reference(EXPERTS["deepseek_v3"]), tmp_path)
     with pytest.raises(NeedsError, match="no linear is called k_proj"):
         decide(run(tmp_path, tmp_path / "run", targets=["k_proj"]), ranks=1)
@@ -144,13 +141,13 @@ def test_lines_that_name_no_linear(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def youtu(monkeypatch: pytest.MonkeyPatch) -> None:
+def youtu(monkeypatch):
     monkeypatch.setitem(SHAPES, "latent", YOUTU)
     monkeypatch.setitem(SHAPES, "latent-experts", V2_LITE)
 
 
 @pytest.mark.usefixtures("youtu")
-def test_a_plan_needs_the_sizes_only() -> None:
+def test_a_plan_needs_the_sizes_only():
     """By what of it is certain: weights, gradients and states, and fewer of them under adapters."""
     peaks = {}
     for shape, hf in (("latent", YOUTU), ("latent-experts", V2_LITE)):
@@ -176,30 +173,27 @@ REFUSED = [
 
 @pytest.mark.usefixtures("youtu")
 @pytest.mark.parametrize(("technique", "found", "ranks"), REFUSED, ids=str)
-def test_what_has_no_way_to_it(technique: str, found: str, ranks: int) -> None:
+def test_what_has_no_way_to_it(technique, found, ranks):
     device, _ = hardware.parse_hardware("h100")
     with pytest.raises(NeedsError, match=found):
         decide(shaped("latent", "bf16", "compile", technique, seq=1024, rows=2), device=device, ranks=ranks)
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "found"),
-    [
-        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
-        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True"),
-        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
-        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
-        ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 2}, "first_k_dense_replace 2"),
-        ("youtu", {"num_key_value_heads": 2}, "num_key_value_heads 2"),
-        ("youtu", {"qk_rope_head_dim": 5}, "qk_rope_head_dim 5"),
-    ],
-)
-def test_configurations_that_are_read_in_two_ways(name: str, given: dict[str, Any], found: str) -> None:
+@pytest.mark.parametrize(("name", "given", "found"), [
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
+    ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 2}, "first_k_dense_replace 2"),
+    ("youtu", {"num_key_value_heads": 2}, "num_key_value_heads 2"),
+    ("youtu", {"qk_rope_head_dim": 5}, "qk_rope_head_dim 5"),
+])  # fmt: skip
+def test_configurations_that_are_read_in_two_ways(name, given, found):
     with pytest.raises((NeedsError, ConfigError), match=found):
         ModelShape.read({**FAMILIES, **EXPERTS}[name] | given)
 
 
-def test_a_router_without_groups(tmp_path: Path) -> None:
+def test_a_router_without_groups(tmp_path):
     """DeepSeek-V2-Lite's: greedy over all experts, whatever n_group is; queries by one product."""
     theirs = reference({**EXPERTS["deepseek_v2"], "topk_method": "greedy", "q_lora_rank": None})
     ours, recipe = load(tmp_path, save(theirs, tmp_path), None, torch.float32, 0)

@@ -235,11 +235,9 @@ def broken(folder, tmp_path, change):
 def test_folders_that_do_not_fit_are_refused(llama, tmp_path):
     _, folder, hf = llama
     key = "model.layers.1.self_attn.k_proj.weight"
-    cases = [
-        (lambda t: t.pop(key), f"tensor {key}.*\n.*no such tensor"),
-        (lambda t: t.update({key: t[key][:-1].clone()}), r"shape \[15, 24\] in .*model.safetensors"),
-        (lambda t: t.update({"adapter.weight": t[key].clone()}), "adapter.weight in model.safetensors"),
-    ]
+    cases = [(lambda t: t.pop(key), f"tensor {key}.*\n.*no such tensor"), (
+        lambda t: t.update({key: t[key][:-1].clone()}), r"shape \[15, 24\] in .*model.safetensors",
+    ), (lambda t: t.update({"adapter.weight": t[key].clone()}), "adapter.weight in model.safetensors")]  # fmt: skip
     for i, (change, message) in enumerate(cases):
         with pytest.raises(NeedsError, match=message):
             load(broken(folder, tmp_path / str(i), change), hf, None, torch.float32, 0)

@@ -49,80 +49,63 @@ LORA = {
     "one of two": ("llama", "native", {"targets": ["up_proj", "k_proj"]}, {"target_modules": ["up_proj", "k_proj"]}),
     "rslora": ("qwen3", "native", {"rslora": True}, {"target_modules": EVERY, "use_rslora": True}),
     "dora": ("llama", "native", {"dora": True}, {"target_modules": EVERY, "use_dora": True}),
-    "dora, some": (
-        "qwen2", "native", {"dora": True, "rslora": True, "targets": ["q_proj", "v_proj", "gate_proj"]},
-        {"target_modules": ["q_proj", "v_proj", "gate_proj"], "use_dora": True, "use_rslora": True},
-    ),
+    "dora, some": ("qwen2", "native", {
+        "dora": True, "rslora": True, "targets": ["q_proj", "v_proj", "gate_proj"],
+    }, {"target_modules": ["q_proj", "v_proj", "gate_proj"], "use_dora": True, "use_rslora": True}),
     "delta": ("qwen3_5_text", "native", {}, {"target_modules": EVERY + DELTA}),
-    "delta, some": ("qwen3_next", "native", {"targets": SOME, "rslora": True},
-        {"target_modules": SOME, "use_rslora": True},
+    "delta, some": (
+        "qwen3_next", "native", {"targets": SOME, "rslora": True}, {"target_modules": SOME, "use_rslora": True},
     ),
-    "without a gate": (
-        "starcoder2", "native", {}, {"target_modules": [*EVERY[:4], "c_fc", "c_proj"]},
-    ),
+    "without a gate": ("starcoder2", "native", {}, {"target_modules": [*EVERY[:4], "c_fc", "c_proj"]}),
     "by layer": (
-        "gemma4_text", "native", {},
-        {"target_modules": [*EVERY, "per_layer_input_gate", "per_layer_projection"]},
+        "gemma4_text", "native", {}, {"target_modules": [*EVERY, "per_layer_input_gate", "per_layer_projection"]},
     ),
     "keys as values": ("gemma4_text-keys", "native", {"targets": "attention"}, {"target_modules": EVERY[:4]}),
     "joined": ("phi3", "native", {}, {"target_modules": JOINED}),
-    "joined, dora": (
-        "phi3", "native", {"dora": True, "targets": ["qkv_proj", "down_proj"]},
-        {"target_modules": ["qkv_proj", "down_proj"], "use_dora": True},
-    ),
-    "joined, attention": (
-        "phi3-plain", "native", {"rslora": True, "targets": "attention"},
-        {"target_modules": JOINED[:2], "use_rslora": True},
-    ),
+    "joined, dora": ("phi3", "native", {
+        "dora": True, "targets": ["qkv_proj", "down_proj"],
+    }, {"target_modules": ["qkv_proj", "down_proj"], "use_dora": True}),
+    "joined, attention": ("phi3-plain", "native", {"rslora": True, "targets": "attention"}, {
+        "target_modules": JOINED[:2], "use_rslora": True,
+    }),
     "joined, mlp": ("phi3", "native", {"targets": ["mlp", "qkv_proj"]}, {"target_modules": JOINED[2:] + JOINED[:1]}),
-    "one joined": (
-        "glm4", "native", {"targets": ["attention", "mlp"]}, {"target_modules": EVERY[:4] + JOINED[2:]},
-    ),
+    "one joined": ("glm4", "native", {"targets": ["attention", "mlp"]}, {"target_modules": EVERY[:4] + JOINED[2:]}),
     "joined, transformers": ("phi3", "transformers", {}, {"target_modules": JOINED}),
     "transformers": ("llama", "transformers", {}, {"target_modules": EVERY}),
     "transformers, dora": ("qwen2", "transformers", {"dora": True}, {"target_modules": EVERY, "use_dora": True}),
-    "neox": (
-        "gpt_neox", "transformers", {},
-        {"target_modules": ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"]},
-    ),
-    "neox, a linear named as a set": (
-        "gpt_neox", "transformers", {"targets": ["query_key_value", "dense"]},
-        {"target_modules": ["query_key_value", "dense"]},
-    ),
-    "head too": (
-        "llama", "native", {"save": ["lm_head", "input_layernorm", "norm"]},
-        {"target_modules": EVERY, "modules_to_save": ["input_layernorm", "lm_head", "model.norm"]},
-    ),
-    "embedding too": (
-        "mistral", "transformers", {"save": ["embed_tokens"]},
-        {"target_modules": EVERY, "modules_to_save": ["embed_tokens"]},
-    ),
-    "tied, both": (
-        "llama-tied", "native", {"save": ["embed_tokens", "lm_head"], "targets": "mlp"},
-        {"target_modules": EVERY[4:], "modules_to_save": ["embed_tokens", "lm_head"]},
-    ),
+    "neox": ("gpt_neox", "transformers", {}, {
+        "target_modules": ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"]
+    }),
+    "neox, a linear named as a set": ("gpt_neox", "transformers", {"targets": ["query_key_value", "dense"]}, {
+        "target_modules": ["query_key_value", "dense"]
+    }),
+    "head too": ("llama", "native", {"save": ["lm_head", "input_layernorm", "norm"]}, {
+        "target_modules": EVERY, "modules_to_save": ["input_layernorm", "lm_head", "model.norm"],
+    }),
+    "embedding too": ("mistral", "transformers", {"save": ["embed_tokens"]}, {
+        "target_modules": EVERY, "modules_to_save": ["embed_tokens"],
+    }),
+    "tied, both": ("llama-tied", "native", {
+        "save": ["embed_tokens", "lm_head"], "targets": "mlp",
+    }, {"target_modules": EVERY[4:], "modules_to_save": ["embed_tokens", "lm_head"]}),
 }  # fmt: skip
 IA3 = {
     "ia3": ("llama", "native", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
     "ia3, qwen2": ("qwen2", "native", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
     "ia3, transformers": ("llama", "transformers", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
-    "ia3, names": (
-        "llama", "native", {"targets": ["q_proj", "up_proj", "o_proj"], "feedforward": ["o_proj"]},
-        {"target_modules": ["q_proj", "up_proj", "o_proj"], "feedforward_modules": ["o_proj"]},
-    ),
-    "ia3, joined": (
-        "phi3", "native", {"targets": ["qkv_proj", "gate_up_proj", "down_proj"], "feedforward": ["gate_up_proj"]},
-        {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"], "feedforward_modules": ["gate_up_proj"]},
-    ),
+    "ia3, names": ("llama", "native", {
+        "targets": ["q_proj", "up_proj", "o_proj"], "feedforward": ["o_proj"],
+    }, {"target_modules": ["q_proj", "up_proj", "o_proj"], "feedforward_modules": ["o_proj"]}),
+    "ia3, joined": ("phi3", "native", {
+        "targets": ["qkv_proj", "gate_up_proj", "down_proj"], "feedforward": ["gate_up_proj"],
+    }, {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"], "feedforward_modules": ["gate_up_proj"]}),
     "ia3, delta": ("qwen3_5_text", "native", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
-    "ia3, delta, names": (
-        "qwen3_5_text", "native", {"targets": ["in_proj_qkv", "in_proj_z", "out_proj"], "feedforward": ["out_proj"]},
-        {"target_modules": ["in_proj_qkv", "in_proj_z", "out_proj"], "feedforward_modules": ["out_proj"]},
-    ),
-    "ia3, neox": (
-        "gpt_neox", "transformers", {},
-        {"target_modules": ["query_key_value", "dense_4h_to_h"], "feedforward_modules": ["dense_4h_to_h"]},
-    ),
+    "ia3, delta, names": ("qwen3_5_text", "native", {
+        "targets": ["in_proj_qkv", "in_proj_z", "out_proj"], "feedforward": ["out_proj"],
+    }, {"target_modules": ["in_proj_qkv", "in_proj_z", "out_proj"], "feedforward_modules": ["out_proj"]}),
+    "ia3, neox": ("gpt_neox", "transformers", {}, {
+        "target_modules": ["query_key_value", "dense_4h_to_h"], "feedforward_modules": ["dense_4h_to_h"],
+    }),
 }  # fmt: skip
 CASES = LORA | IA3
 # One of each kind of adapter on each kind of linear, alone or joined, by either implementation; then combinations.
@@ -311,8 +294,7 @@ def test_same_losses_and_gradients(folders, tmp_path, case):
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*((case, "float32") for case in ("all", "dora", "ia3", "transformers")), ("all", "bfloat16")],
+    ("case", "dtype"), [*((case, "float32") for case in ("all", "dora", "ia3", "transformers")), ("all", "bfloat16")]
 )
 def test_bfloat16(folders, tmp_path, case, dtype):
     """Both round, each at places of its own: from float32's gradients ours are about as far as PEFT's."""
@@ -412,17 +394,12 @@ def test_dora_begins_with_the_lengths_of_the_rows(folders, tmp_path):
 # Adapters that begin as a part of the weights.
 
 
-@pytest.mark.parametrize(
-    ("family", "implementation", "init", "more"),
-    further([
-        ("qwen2", "native", "pissa", {"rslora": True, "targets": ["q_proj", "v_proj", "up_proj"]}),
-        ("llama-tied", "transformers", "pissa", {}),
-        ("llama", "native", "pissa_niter_4", {}),
-        ("llama", "native", "olora", {}),
-        ("phi3-plain", "native", "pissa", {"targets": JOINED}),
-        ("llama", "native", "pissa", {}),
-    ], 5),
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "implementation", "init", "more"), further([
+    ("qwen2", "native", "pissa", {"rslora": True, "targets": ["q_proj", "v_proj", "up_proj"]}),
+    ("llama-tied", "transformers", "pissa", {}), ("llama", "native", "pissa_niter_4", {}),
+    ("llama", "native", "olora", {}), ("phi3-plain", "native", "pissa", {"targets": JOINED}),
+    ("llama", "native", "pissa", {}),
+], 5))  # fmt: skip
 def test_split_weights(folders, tmp_path, family, implementation, init, more):
     """Base and adapter are PEFT's; what a run leaves adds up to what was trained, on the published base."""
     folder = folders(family)

@@ -29,7 +29,7 @@ OBJECTIVES = {"orpo": {"beta": 0.3}, "simpo": {"beta": 2.5, "gamma": 0.7}}
 
 
 @pytest.fixture(scope="module")
-def folder(box: Path) -> Path:
+def folder(box):
     return filled_box(box)
 
 
@@ -93,17 +93,10 @@ def ours(box: Path, objective: str, how: dict[str, Any]) -> tuple[float, dict[st
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize(
-    "how",
-    further(
-        [
-            {"rows": 2}, {"packed": True, "rows": 2, "fused_loss": {"chunk": 5}, "attention": {}},
-            {"rows": 8}, {"packed": True, "rows": 4}, {"packed": True, "rows": 1},
-        ],
-        2,
-    ),
-    ids=["micro", "chunked", "padded", "packed", "packed-micro"],
-)  # fmt: skip
+@pytest.mark.parametrize("how", further([
+    {"rows": 2}, {"packed": True, "rows": 2, "fused_loss": {"chunk": 5}, "attention": {}}, {"rows": 8},
+    {"packed": True, "rows": 4}, {"packed": True, "rows": 1},
+], 2), ids=["micro", "chunked", "padded", "packed", "packed-micro"])  # fmt: skip
 def test_losses_rewards_and_gradients_are_the_formulas(folder, objective, how):
     agrees(folder, objective, ours(folder, objective, how))
 

@@ -27,7 +27,7 @@ from trials import apart, assembled
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks for it
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 ]
 # Widths that are multiples of 64: of others bitsandbytes' CPU kernel makes wrong values.
 LLAMA = {
@@ -41,9 +41,7 @@ PHI = {  # rows that are quantised apart end within a block of scales, and with 
 }
 WIDE_PHI = {**PHI, "head_dim": 128, "intermediate_size": 256}
 QWEN = {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True}
-MOE = {
-    **LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-}  # fmt: skip
+MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 RULE = {
     **LLAMA, "model_type": "qwen3_5_text", "linear_conv_kernel_dim": 3, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -115,15 +113,11 @@ def theirs(model, size=0.1, **options):
 
 
 CASES = {
-    "llama": ("llama", True, {}, {}),
-    "qwen2, tied, biases": ("qwen2", True, {}, {}),
-    "once": ("llama", False, {}, {}),
-    "dora": ("llama", True, {"dora": True}, {"use_dora": True}),
-    "delta": ("delta", True, {}, {}),
-    "phi3": ("phi3", True, {}, {}),
-    "phi3, once, dora": ("phi3-wide", False, {"dora": True}, {"use_dora": True}),
+    "llama": ("llama", True, {}, {}), "qwen2, tied, biases": ("qwen2", True, {}, {}), "once": ("llama", False, {}, {}),
+    "dora": ("llama", True, {"dora": True}, {"use_dora": True}), "delta": ("delta", True, {}, {}),
+    "phi3": ("phi3", True, {}, {}), "phi3, once, dora": ("phi3-wide", False, {"dora": True}, {"use_dora": True}),
     "phi3, whole blocks": ("phi3-wide", True, {}, {}),
-}
+}  # fmt: skip
 
 
 def pair(folders, tmp_path, case, dtype=torch.float32):
@@ -272,16 +266,12 @@ def test_without_nf4(folders, tmp_path):
         assert "method bitsandbytes" in caught.value.found and caught.value.do == "add --with nf4 --with lora"
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"quant_method": "hqq"}, "method hqq"),
-        ({"quant_method": "gptq", "bits": 3}, "method gptq, 3 bits"),
-        ({"bnb_4bit_quant_type": "fp4"}, "they are fp4 in uint8"),
-        ({"bnb_4bit_quant_storage": "bfloat16"}, "they are nf4 in bfloat16"),
-        ({"load_in_4bit": False, "load_in_8bit": True}, "they are int8"),
-    ],
-)
+@pytest.mark.parametrize(("values", "text"), [
+    ({"quant_method": "hqq"}, "method hqq"), ({"quant_method": "gptq", "bits": 3}, "method gptq, 3 bits"),
+    ({"bnb_4bit_quant_type": "fp4"}, "they are fp4 in uint8"),
+    ({"bnb_4bit_quant_storage": "bfloat16"}, "they are nf4 in bfloat16"),
+    ({"load_in_4bit": False, "load_in_8bit": True}, "they are int8"),
+])  # fmt: skip
 def test_other_methods(folders, tmp_path, values, text):
     folder = changed(folders, tmp_path, config_edit=lambda hf: hf["quantization_config"].update(values))
     with pytest.raises((NeedsError, ConfigError), match=text) as caught:
@@ -352,31 +342,25 @@ def single(tensors):
     tensors |= {Q: made["codes"][:, None], f"{Q}.absmax": made["absmax"]}
 
 
-@pytest.mark.parametrize(
-    ("edit", "text"),
-    [
-        (lambda t: said(t, blocksize=128), "blocks of 128"),
-        (lambda t: said(t, quant_type="fp4"), "quant_type fp4"),
-        (lambda t: said(t, nested_blocksize=512), "their scales in blocks of 512"),
-        (lambda t: said(t, shape=[32, 64]), r"of shape \[32, 64\]"),
-        (lambda t: t.update({STATE: t[STATE][:-3].clone()}), "cannot be read"),
-        (lambda t: t.update({f"{Q}.quant_map": t[f"{Q}.quant_map"] * 2}), "quant_map differs"),
-        (lambda t: t.pop(f"{Q}.nested_quant_map"), "nested_quant_map differs"),
-        (lambda t: t.pop(f"{Q}.absmax"), "bytes of .*absmax"),
-        (lambda t: t.update({Q: t[Q][:-1].clone()}), "2048 bytes of"),
-        (lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight"),
-        (lambda t: said(t, nested_offset=float("nan")), "nested_offset nan"),
-        (lambda t: said(t, nested_offset="x"), "cannot be read"),
-        (lambda t: t.update({f"{Q}.absmax": t[f"{Q}.absmax"].view(torch.int8)}), "absmax.* as torch.uint8"),
-        (
-            lambda t: t.update({f"{Q}.nested_absmax": t[f"{Q}.nested_absmax"].view(torch.int32)}),
-            "nested.* as torch.float32",
-        ),
-        (lambda t: t.update({Q: t[Q].view(torch.int8)}), "as torch.uint8"),
-        (single, "packed in 4 bits with float32 scales"),
-        (repacked, "the packed tensor lm_head.weight"),
-    ],
-)
+@pytest.mark.parametrize(("edit", "text"), [
+    (lambda t: said(t, blocksize=128), "blocks of 128"), (lambda t: said(t, quant_type="fp4"), "quant_type fp4"),
+    (lambda t: said(t, nested_blocksize=512), "their scales in blocks of 512"),
+    (lambda t: said(t, shape=[32, 64]), r"of shape \[32, 64\]"),
+    (lambda t: t.update({STATE: t[STATE][:-3].clone()}), "cannot be read"),
+    (lambda t: t.update({f"{Q}.quant_map": t[f"{Q}.quant_map"] * 2}), "quant_map differs"),
+    (lambda t: t.pop(f"{Q}.nested_quant_map"), "nested_quant_map differs"),
+    (lambda t: t.pop(f"{Q}.absmax"), "bytes of .*absmax"),
+    (lambda t: t.update({Q: t[Q][:-1].clone()}), "2048 bytes of"),
+    (lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight"),
+    (lambda t: said(t, nested_offset=float("nan")), "nested_offset nan"),
+    (lambda t: said(t, nested_offset="x"), "cannot be read"),
+    (lambda t: t.update({f"{Q}.absmax": t[f"{Q}.absmax"].view(torch.int8)}), "absmax.* as torch.uint8"),
+    (lambda t: t.update(
+        {f"{Q}.nested_absmax": t[f"{Q}.nested_absmax"].view(torch.int32)}
+    ), "nested.* as torch.float32"),
+    (lambda t: t.update({Q: t[Q].view(torch.int8)}), "as torch.uint8"),
+    (single, "packed in 4 bits with float32 scales"), (repacked, "the packed tensor lm_head.weight"),
+])  # fmt: skip
 def test_damaged_or_foreign_packing(folders, tmp_path, edit, text):
     folder = changed(folders, tmp_path, edit)
     with pytest.raises(NeedsError, match=text) as caught:

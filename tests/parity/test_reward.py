@@ -37,7 +37,7 @@ SETTINGS = {"margin": 0.2, "center": 0.01}
 
 
 @pytest.fixture(scope="module")
-def folder(box: Path) -> Path:
+def folder(box):
     return filled_box(box)
 
 
@@ -96,17 +96,10 @@ def agrees(box: Path, found: tuple[float, dict[str, torch.Tensor], list[float]])
         assert apart(found[1][name], g) < CLOSE, name
 
 
-@pytest.mark.parametrize(
-    "how",
-    further(
-        [
-            {"rows": 2}, {"packed": True, "rows": 2, "attention": {}},
-            {"rows": 4, "sets": ["model.implementation=transformers"]}, {"rows": 8}, {"rows": 8, "pad": {}},
-        ],
-        3,
-    ),
-    ids=["micro", "packed", "transformers", "padded", "narrow"],
-)  # fmt: skip
+@pytest.mark.parametrize("how", further([
+    {"rows": 2}, {"packed": True, "rows": 2, "attention": {}},
+    {"rows": 4, "sets": ["model.implementation=transformers"]}, {"rows": 8}, {"rows": 8, "pad": {}},
+], 3), ids=["micro", "packed", "transformers", "padded", "narrow"])  # fmt: skip
 def test_losses_rewards_and_gradients_are_the_formula(folder, how):
     agrees(folder, ours(folder, how))
 

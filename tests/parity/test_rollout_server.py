@@ -11,7 +11,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -130,9 +130,7 @@ class Server:
         return None
 
     @torch.no_grad()
-    def sampled(
-        self, model: Any, prompt: list[int], most: int, temperature: float, ends: list[int], seed: int
-    ) -> tuple[list[int], list[float], bool]:
+    def sampled(self, model, prompt, most, temperature, ends, seed):
         generator, ids, log_p = torch.Generator().manual_seed(seed), list(prompt), []
         while len(log_p) < most and (not log_p or ids[-1] not in ends):
             p = (model(input_ids=torch.tensor([ids])).logits[0, -1] / (temperature or 1)).log_softmax(-1)
@@ -145,7 +143,7 @@ class Server:
 
 
 @pytest.fixture
-def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:  # noqa: F811
+def served(folder, monkeypatch):  # noqa: F811
     started = []
     monkeypatch.setattr(rollout_server, "WAIT_s", 0.01)
 
@@ -161,13 +159,9 @@ def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 def run_with(box: Path, server: Server, *sets: str, **with_: Any) -> Any:
     sets = (
-        f"rollout={{server: '{server.url}'}}",
-        "grpo.max_new=6",
-        "grpo.group=2",
-        "train.steps=3",
-        "train.eval_every=null",
-        *sets,
-    )
+        f"rollout={{server: '{server.url}'}}", "grpo.max_new=6", "grpo.group=2", "train.steps=3",
+        "train.eval_every=null", *sets,
+    )  # fmt: skip
     return grpo_run(box, packing={}, sets=["data.eval=null", "optim.lr=0.02", *sets], **with_)
 
 
@@ -323,55 +317,42 @@ def slept(path: str, found: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize(
-    ("answer", "found", "do"),
-    [
-        (choice(logprobs=None), "no log-probabilities", "--max-logprobs"),
-        (choice(logprobs={"token_logprobs": []}), "no log-probabilities", "--max-logprobs"),
-        (choice(token_ids=[1], logprobs={"token_logprobs": [float("nan")]}), "not finite", "log"),
-        (choice(token_ids=[1], logprobs={"token_logprobs": [None]}), "not finite", "log"),
-        (choice(token_ids=[1], logprobs={"token_logprobs": [-(10**400)]}), "in another form: OverflowError", "update"),
-        (lambda path, found: "[" * 200000 if path == "/v1/completions" else found, "another form: TypeError", "update"),
-        (choice(token_ids=[99999], logprobs={"token_logprobs": [-1.0]}), "the token 99999", "another tokenizer"),
-        (choice(token_ids=None), "without `token_ids`", "update vLLM"),
-        (choice(prompt_token_ids=[1, 2]), "a prompt of", "add no tokens"),
-        (choice(finish_reason="abort"), "ended by 'abort'", "--max-model-len"),
-        (counted, "which the server counted as 99", "add no tokens"),
-        (longer, "log-probabilities", "update the server"),
-        (emptied, "in another form: KeyError", "update the server"),
-        (lambda path, found: [] if path == "/v1/completions" else found, "in another form: TypeError", "update"),
-        (slept, "no answer within rollout.timeout: 0.5 s", "rollout.timeout: 1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("answer", "found", "do"), [
+    (choice(logprobs=None), "no log-probabilities", "--max-logprobs"),
+    (choice(logprobs={"token_logprobs": []}), "no log-probabilities", "--max-logprobs"),
+    (choice(token_ids=[1], logprobs={"token_logprobs": [float("nan")]}), "not finite", "log"),
+    (choice(token_ids=[1], logprobs={"token_logprobs": [None]}), "not finite", "log"),
+    (choice(token_ids=[1], logprobs={"token_logprobs": [-(10**400)]}), "in another form: OverflowError", "update"),
+    (lambda path, found: "[" * 200000 if path == "/v1/completions" else found, "another form: TypeError", "update"),
+    (choice(token_ids=[99999], logprobs={"token_logprobs": [-1.0]}), "the token 99999", "another tokenizer"),
+    (choice(token_ids=None), "without `token_ids`", "update vLLM"),
+    (choice(prompt_token_ids=[1, 2]), "a prompt of", "add no tokens"),
+    (choice(finish_reason="abort"), "ended by 'abort'", "--max-model-len"),
+    (counted, "which the server counted as 99", "add no tokens"), (longer, "log-probabilities", "update the server"),
+    (emptied, "in another form: KeyError", "update the server"),
+    (lambda path, found: [] if path == "/v1/completions" else found, "in another form: TypeError", "update"),
+    (slept, "no answer within rollout.timeout: 0.5 s", "rollout.timeout: 1"),
+])  # fmt: skip
 def test_answers_that_cannot_be_learnt_from(folder, served, answer, found, do):  # noqa: F811
     server = served()
     server.answer = answer
     with pytest.raises(UserError) as error:
-        metrics(
-            run_with(
-                folder,
-                server,
-                f"rollout.timeout={0.5 if answer is slept else 60}",
-                "grpo.prompts=1",
-                rows=2,
-                lora={"rank": 4},
-            )
-        )
+        metrics(run_with(
+            folder, server, f"rollout.timeout={0.5 if answer is slept else 60}", "grpo.prompts=1", rows=2,
+            lora={"rank": 4},
+        ))  # fmt: skip
     assert found in error.value.found and do in error.value.do and server.url in error.value.asked
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "with_", "found", "do"),
-    [
-        ("/v1/completions", 302, {}, "a redirect to http://elsewhere/", "own address"),
-        ("/v1/completions", 500, {}, "HTTP 500: a reason", "server's log"),
-        ("/v1/completions", 400, {}, "HTTP 400: a reason", "server's log"),
-        ("/v1/load_lora_adapter", 404, {"lora": {}}, "HTTP 404", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
-        ("/collective_rpc", 404, {}, "HTTP 404", "VLLM_SERVER_DEV_MODE=1"),
-        ("/v1/models", 401, {}, "HTTP 401: a reason", "server's log"),
-        ("/v1/models", 404, {}, "without a model", "without /v1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "status", "with_", "found", "do"), [
+    ("/v1/completions", 302, {}, "a redirect to http://elsewhere/", "own address"),
+    ("/v1/completions", 500, {}, "HTTP 500: a reason", "server's log"),
+    ("/v1/completions", 400, {}, "HTTP 400: a reason", "server's log"),
+    ("/v1/load_lora_adapter", 404, {"lora": {}}, "HTTP 404", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+    ("/collective_rpc", 404, {}, "HTTP 404", "VLLM_SERVER_DEV_MODE=1"),
+    ("/v1/models", 401, {}, "HTTP 401: a reason", "server's log"),
+    ("/v1/models", 404, {}, "without a model", "without /v1"),
+])  # fmt: skip
 def test_refusals_of_a_server(folder, served, path, status, with_, found, do):  # noqa: F811
     server = served()
     server.status = lambda asked: status if asked == path else None
@@ -438,16 +419,13 @@ def test_a_connection_that_breaks_off_is_tried_again(folder, served, half):  # n
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-@pytest.mark.parametrize(
-    ("begin", "again", "found"),
-    [
-        (OK, b"X", "within rollout.timeout: 0.3 s"),
-        (OK + b"Content-Length: 99\r\n\r\n", b"X", "within rollout.timeout: 0.3 s"),
-        (OK + b"Transfer-Encoding: chunked\r\n\r\n", b"0", "within rollout.timeout: 0.3 s"),
-        (b"", b"HTTP/1.1 100 Continue\r\n\r\n", "within rollout.timeout: 0.3 s"),
-        (OK + b"\r\n", b"X" * 1000, "an answer of more than 5,000 bytes"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("begin", "again", "found"), [
+    (OK, b"X", "within rollout.timeout: 0.3 s"),
+    (OK + b"Content-Length: 99\r\n\r\n", b"X", "within rollout.timeout: 0.3 s"),
+    (OK + b"Transfer-Encoding: chunked\r\n\r\n", b"0", "within rollout.timeout: 0.3 s"),
+    (b"", b"HTTP/1.1 100 Continue\r\n\r\n", "within rollout.timeout: 0.3 s"),
+    (OK + b"\r\n", b"X" * 1000, "an answer of more than 5,000 bytes"),
+])  # fmt: skip
 def test_an_answer_without_end_ends(monkeypatch, begin, again, found):
     monkeypatch.setattr(rollout_server, "MOST_bytes", 5000)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -470,24 +448,11 @@ def test_an_answer_without_end_ends(monkeypatch, begin, again, found):
         thread.join()
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "host:8000",
-        "ftp://host",
-        "http://",
-        "http://me:key@host",
-        "http://host:8000/?a=1",
-        "http://host:x",
-        "http://host:99999",
-        "http://[1.2]",
-        "http://..:80",
-        "http://host/ü",
-        "http://host/\1",
-        "http://host:8000 /v1",
-        "http://[::1",
-    ],
-)
+@pytest.mark.parametrize("url", [
+    "host:8000", "ftp://host", "http://", "http://me:key@host", "http://host:8000/?a=1", "http://host:x",
+    "http://host:99999", "http://[1.2]", "http://..:80", "http://host/ü", "http://host/\1", "http://host:8000 /v1",
+    "http://[::1",
+])  # fmt: skip
 def test_what_is_no_address(folder, url):  # noqa: F811
     with pytest.raises(ConfigError, match=r"(?s)rollout.server.*http://host:8000"):
         grpo_run(folder, sets=[f"rollout.server={url}"])

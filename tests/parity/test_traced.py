@@ -175,7 +175,7 @@ QUICK = ("gemma-2-2b", "gemma-3-1b", "lfm2-1.2b")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def cache(tmp_path_factory):
     """One folder of traces for all tests of this file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPTRUSH_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -243,7 +243,7 @@ FIRST = ("llama", "qwen3", "cohere", "starcoder2")
 
 
 @pytest.mark.parametrize("kind", further([*FIRST, *(kind for kind in NATIVE if kind not in FIRST)], len(FIRST)))
-def test_a_trace_finds_what_the_ledger_has(kind: str) -> None:
+def test_a_trace_finds_what_the_ledger_has(kind):
     """Sizes exactly, saved bytes closely: the norms of queries and keys, 14 % of a small model, would be missed."""
     hf, near = NATIVE[kind]
     written, found = ModelShape.read({"architectures": ["ForCausalLM"], **hf}), trace(hf)
@@ -258,7 +258,7 @@ def test_a_trace_finds_what_the_ledger_has(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [k for k in (*FAMILIES, *EXPERTS) if k != "llama4_text"])  # which has no such backbone
-def test_sizes_of_native_families(kind: str) -> None:
+def test_sizes_of_native_families(kind):
     """Parameters of transformers' class, experts too, are those that `ModelShape` counts."""
     hf = {**FAMILIES, **EXPERTS}[kind]
     model = opened_on_meta(hf)
@@ -274,7 +274,7 @@ ACTIVE = {"qwen1.5-moe-a2.7b": 2689, "granite-3.0-1b-a400m": 429, "granite-3.0-3
 
 
 @pytest.mark.parametrize("name", further([*ACTIVE], 1))
-def test_matrices_that_a_token_passes(name: str) -> None:
+def test_matrices_that_a_token_passes(name):
     """Millions: what the names say. The work counts these, and memory all."""
     shape = shape_of(PUBLISHED[name][1])
     assert isinstance(shape, TracedShape) and 0 < shape.routed < shape.stacked < shape.matrices
@@ -284,7 +284,7 @@ def test_matrices_that_a_token_passes(name: str) -> None:
     assert work["forward.experts"].flop == 2.4 * shape.routed
 
 
-def test_blocks_that_return_pairs_are_traced() -> None:
+def test_blocks_that_return_pairs_are_traced():
     """The model takes two values of each block, from those that are not traced too."""
     mamba = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "attn_layer_indices": [2]}
     found = trace({**TINY, "model_type": "bamba", "num_hidden_layers": 3, **mamba})
@@ -292,7 +292,7 @@ def test_blocks_that_return_pairs_are_traced() -> None:
 
 
 @pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo", "kto", "reward"])
-def test_documents_that_meet_are_no_pairs(tmp_path: Path, objective: str) -> None:
+def test_documents_that_meet_are_no_pairs(tmp_path, objective):
     """A plan refuses what `train` would refuse; a set without `packing` is planned."""
     model = folder(tmp_path / "model", {**TINY, "model_type": "opt", "ffn_dim": 160, "word_embed_proj_dim": 64})
     assert search.predict(run(model), "h100").peak_bytes > 0
@@ -307,7 +307,7 @@ def test_documents_that_meet_are_no_pairs(tmp_path: Path, objective: str) -> Non
     assert "opt" in error.value.found and error.value.do == "use objective: sft"
 
 
-def test_a_loop_over_experts_has_no_plan() -> None:
+def test_a_loop_over_experts_has_no_plan():
     """Its products depend on values, which a trace does not have."""
     hf = {**TINY, "model_type": "jetmoe", "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
     with pytest.raises(NoPlan, match="its blocks cannot be traced"):
@@ -318,20 +318,18 @@ def test_a_loop_over_experts_has_no_plan() -> None:
 
 
 STEPS = [
-    ("gemma-2-2b", 2, "{bf16: {}}"),
-    ("gemma-3-1b", 7, "{bf16: {}, attention: {}}"),
+    ("gemma-2-2b", 2, "{bf16: {}}"), ("gemma-3-1b", 7, "{bf16: {}, attention: {}}"),
     ("olmo-2-1b", 6, "{amp: {}, attention: {}, fused-adamw: {}}"),
     ("phi-4-mini", 3, "{bf16: {}, attention: {}, recompute: {}, fused-loss: {}}"),
-    ("lfm2-1.2b", 5, "{bf16: {}, attention: {}, selective-recompute: {}}"),
-    ("smollm3-3b", 4, "{}"),
+    ("lfm2-1.2b", 5, "{bf16: {}, attention: {}, selective-recompute: {}}"), ("smollm3-3b", 4, "{}"),
     ("qwen1.5-moe-a2.7b", 2, "{bf16: {}, attention: {}}"),
     ("granite-3.0-3b-a800m", 4, "{amp: {}, attention: {}, fused-adamw: {}}"),
     ("granite-3.0-1b-a400m", 6, "{bf16: {}, attention: {}, recompute: {}, fused-loss: {}}"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "layers", "with_"), further(STEPS, 3))
-def test_the_peak_of_a_step(tmp_path: Path, name: str, layers: int, with_: str) -> None:
+def test_the_peak_of_a_step(tmp_path, name, layers, with_):
     hf = {**PUBLISHED[name][1], "num_hidden_layers": layers, "vocab_size": 4096}
     hf |= {"layer_types": hf["layer_types"][:layers]} if "layer_types" in hf else {}
     check_prediction(run(folder(tmp_path / "model", hf), with_), rel=0.07)
@@ -341,7 +339,7 @@ def test_the_peak_of_a_step(tmp_path: Path, name: str, layers: int, with_: str) 
 
 
 @pytest.mark.parametrize("name", further([*PUBLISHED], 8))
-def test_sizes_of_published_models(name: str) -> None:
+def test_sizes_of_published_models(name):
     millions, hf = PUBLISHED[name]
     shape = shape_of(hf)
     assert shape.parameters / 1e6 == pytest.approx(millions, rel=5e-3)
@@ -352,7 +350,7 @@ def test_sizes_of_published_models(name: str) -> None:
     ("name", "card"),
     further([(n, c) for n in (*QUICK, *sorted(PUBLISHED.keys() - {*QUICK})) for c in (*CARDS, *SEVERAL)], 8),
 )
-def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: str) -> None:
+def test_every_model_has_a_plan_on_every_card(tmp_path, name, card):
     """A figure each; none fits only if weights in 4 bits, with the vocabulary in 16, nearly fill the card."""
     hf = PUBLISHED[name][1]
     model, shape = folder(tmp_path / "model", hf), shape_of(hf)
@@ -371,14 +369,11 @@ def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: s
     assert shape.separates or "packing" not in found.best.setting.with_
 
 
-@pytest.mark.parametrize(
-    "kind",
-    further([{"model_type": "stablelm"}, QWEN_MOE, GEMMA4,
-             *({"model_type": name} for name in ("gemma2", "cohere", "starcoder2"))], 3),
-    ids=lambda kind: kind["model_type"],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", further([{"model_type": "stablelm"}, QWEN_MOE, GEMMA4, *(
+    {"model_type": name} for name in ("gemma2", "cohere", "starcoder2")
+)], 3), ids=lambda kind: kind["model_type"])  # fmt: skip
 @pytest.mark.parametrize("name", [c.name for c in ALL])
-def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str, kind: dict[str, Any]) -> None:
+def test_rules_of_each_technique_find_their_lines(tmp_path, name, kind):
     """A rule that matches nothing raises ValueError: only a need may be unmet, never a line missing."""
     hf = {**TINY, **kind, "num_key_value_heads": 4}
     model, device = folder(tmp_path / "model", hf), "2xh100"
@@ -398,7 +393,7 @@ def _clash(name: str, cls: Any) -> bool:
 # --- the cache, and models without a plan
 
 
-def test_a_second_plan_traces_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_second_plan_traces_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path))
     hf = {**TINY, "model_type": "olmo2", "vocab_size": 333}
     first = read_traced(hf)
@@ -414,7 +409,7 @@ def test_a_second_plan_traces_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert read_traced(hf) == first
 
 
-def test_a_model_whose_code_is_not_transformers_own(tmp_path: Path) -> None:
+def test_a_model_whose_code_is_not_transformers_own(tmp_path):
     hf = {**TINY, "model_type": "somebodys", "auto_map": {"AutoConfig": "code.Config"}}
     with pytest.raises(NoPlan, match="its code is not transformers' own"):
         read_traced(hf)
