@@ -24,7 +24,7 @@ from trials import apart, assembled, first_gradients, golden_run, steps
 
 sys.path.append(str(Path(__file__).parents[1] / "parity"))  # which pytest has not added, where this folder runs alone
 
-from test_dpo import CLOSE, agrees_with_trl, dpo_run, filled, filled_box, trls
+from test_objectives import CLOSE, agrees_with_trl, filled, filled_box, run_of, trls
 
 DEVICE = torch.device("cuda")
 FUSED = {"attention": {"impl": "sdpa"}, "fused_kernels": {"norm": True, "rope": True}}
@@ -60,7 +60,7 @@ def test_an_adapter_is_its_own_reference(folder, tmp_path, with_):
     found = []
     for how in ("adapter", "precomputed"):
         sets = [f"dpo.reference={how}", f"data.cache={tmp_path}"]
-        job = filled(dpo_run(folder, packed=True, rows=2, sets=sets, lora={"rank": 4}, **with_))
+        job = filled(run_of(folder, model="untied", packed=True, rows=2, sets=sets, lora={"rank": 4}, **with_))
         with torch.no_grad():
             for t in job.trained:
                 t.local.add_(0.05)
