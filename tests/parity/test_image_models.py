@@ -53,7 +53,7 @@ from optrush.trainer.run import RunRequest, run
 from sights import BASES, MARKS, PATCH, PIXTRAL, PROCESSORS, VOCABULARY, write_base, write_rows
 
 from parity_models import compare_gradients, materialise
-from trials import assembled, metrics
+from trials import assembled, metrics, steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
 T = 544
@@ -109,8 +109,8 @@ class Sight:
 
 
 @pytest.fixture(scope="module", params=BASES)
-def sight(request, tmp_path_factory):
-    return Sight(tmp_path_factory.mktemp(request.param), request.param)
+def sight(request, sight_of):
+    return sight_of(request.param)
 
 
 # A family's own way is in its forward pass, which runs for all; a whole run wants one of each kind of tower and text.
@@ -124,8 +124,14 @@ def sight_of(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    return Sight(tmp_path_factory.mktemp("qwen"), "qwen3_vl")
+def run_of(sight_of, tmp_path_factory):
+    """The folder of a run of all weights of the decoder on rows with images; to be read only."""
+    return cache(lambda kind: Path(run_on(sight_of(kind), tmp_path_factory.mktemp("run"), withs=["packing"]).output))
+
+
+@pytest.fixture(scope="module")
+def qwen(sight_of):
+    return sight_of("qwen3_vl")
 
 
 def test_logits_positions_and_gradients(sight):
@@ -310,15 +316,15 @@ def run_on(sight: Sight, folder: Path, sets: Sequence[str] = (), withs: Sequence
     return config
 
 
-def losses(config: Config) -> list[float]:
-    lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
+def losses(output):
+    lines = (Path(output) / "metrics.jsonl").read_text().splitlines()
     return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
 
 
 @WHOLE_RUNS
-def test_a_trained_model_sees_in_transformers(sight, tmp_path):
+def test_a_trained_model_sees_in_transformers(sight, run_of):
     """All weights of the decoder: an export has the tower's and the processor's bytes, and equal logits on images."""
-    out = Path(run_on(sight, tmp_path, withs=["packing"]).output) / "model"
+    out = run_of(sight.kind) / "model"
     base, made = (load_file(folder / "model.safetensors") for folder in (sight.base, out))
     assert base.keys() == made.keys()
     same = {name for name in base if torch.equal(base[name], made[name])}
@@ -398,16 +404,15 @@ def test_names_of_earlier_files(tmp_path):
     "packing loader:workers=1", "nf4 lora:rank=2", "packing recompute", "", "sort-by-length", "bf16", "neftune",
     "packing fused-loss", "ema",
 ], 2))  # fmt: skip
-def test_with_techniques(named, qwen, tmp_path):
-    withs = named.split()
-    found = losses(run_on(qwen, tmp_path, withs=withs))
+def test_with_techniques(named, qwen, run_of, tmp_path):
+    found = losses(run_on(qwen, tmp_path, withs=named.split()).output)
     assert len(found) == 2 and np.isfinite(found).all()
     if named in ("packing loader:workers=1", "packing recompute"):
-        assert found == losses(run_on(qwen, tmp_path / "plain", withs=["packing"]))
+        assert found == losses(run_of("qwen3_vl"))
 
 
-def test_a_runs_page_shows_samples_with_images(qwen, tmp_path):
-    out = Path(run_on(qwen, tmp_path, withs=["packing"]).output)
+def test_a_runs_page_shows_samples_with_images(run_of, tmp_path):
+    out = shutil.copytree(run_of("qwen3_vl"), tmp_path / "out")
     shown = page_content(load_run(out))["seen"]
     pieces = [p for s in shown for p in s["documents"][0]["pieces"]]
     assert len(shown) == 3 and all(bool(p["image"]) == ("image " in p["text"]) for p in pieces)
@@ -415,9 +420,11 @@ def test_a_runs_page_shows_samples_with_images(qwen, tmp_path):
     assert page.count('<img src="data:image/jpeg;base64,') == len(re.findall(r"image \d+ x \d+, ", page)) == 4
     held = json.loads((out / "samples.json").read_text())
     held["samples"][0]["documents"][0]["pieces"][0]["image"] = "https://example.com/a.png"
-    for damaged in ("{", "[]", json.dumps({"samples": [{"sample": "x"}]}), json.dumps(held)):
+    for damaged in ("{", "[]", json.dumps({"samples": [{"sample": "x"}]})):
         (out / "samples.json").write_text(damaged)
-        assert "example.com" not in report_text(out)
+        page_content(load_run(out))
+    (out / "samples.json").write_text(json.dumps(held))
+    assert "example.com" not in report_text(out)
     (out / "samples.json").unlink()
     assert "Samples with images" not in report_text(out)
 
@@ -441,7 +448,7 @@ def test_other_towers_with_techniques(kind, tmp_path):
         )
         config = parse_config(text, "images.yaml", [], ["packing", "attention:impl=sdpa", *more])
         assert run(RunRequest(decide(config))).code == 0
-        found.append(losses(config))
+        found.append(losses(config.output))
     assert len(found[0]) == 2 and np.isfinite(found).all() and found[0] == found[1]
 
 
@@ -462,25 +469,13 @@ def on_ranks(base: Path, folder: Path, withs: Sequence[str], sets: Sequence[str]
     return [(line["loss"], line["grad_norm"]) for line in metrics(config) if "loss" in line]
 
 
-def test_ranks_with_rows_of_their_own(qwen, pair, tmp_path):
-    """In some steps one of two ranks has no image, in others both have."""
-    lines = write_rows(tmp_path, 4).read_text().splitlines()
-    turns = [{"role": "user", "content": "what is that ?"}, {"role": "assistant", "content": "a green square"}]
-    (tmp_path / "rows.jsonl").write_text("\n".join([*lines, *[json.dumps({"messages": turns})] * 3]))
-    alone = on_ranks(qwen.base, tmp_path, ["pad"])
-    for cut in ("ddp", "fsdp", "fsdp:stage=2"):
-        first, other = pair(on_ranks, qwen.base, tmp_path, ["pad", cut])
-        assert len(alone) == 3 and not other
-        np.testing.assert_allclose(first, alone, rtol=1e-5)
-
-
-def test_pixels_are_not_rounded_in_shards(qwen, pair, tmp_path):
+@pytest.mark.parametrize("withs", further([["amp"], ["amp", "lora:rank=2"], ["bf16:rounding=nearest"]], 1))
+def test_pixels_are_not_rounded_in_shards(withs, qwen, pair, tmp_path):
     """Mixed precision casts what enters a sharded model: the tower sees what it sees on one rank."""
     write_rows(tmp_path, 4)
-    for withs in (["amp"], ["amp", "lora:rank=2"], ["bf16:rounding=nearest"]):
-        (alone,) = on_ranks(qwen.base, tmp_path, ["pad", *withs], ["train.steps=1"])
-        ((first, _),), _ = pair(on_ranks, qwen.base, tmp_path, ["pad", "fsdp", *withs], ["train.steps=1"])
-        assert first == pytest.approx(alone[0], rel=5e-4)
+    (alone,) = on_ranks(qwen.base, tmp_path, ["pad", *withs], ["train.steps=1"])
+    ((first, _),), _ = pair(on_ranks, qwen.base, tmp_path, ["pad", "fsdp", *withs], ["train.steps=1"])
+    assert first == pytest.approx(alone[0], rel=5e-4)
 
 
 def test_images_are_shared_by_ranks(qwen, tmp_path):
@@ -537,8 +532,16 @@ def trained_sight(sight: Sight, part: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("part", further(TRAINED[::-1], 1))
 def test_gradients_of_a_trained_tower(part, sight):
-    """Every gradient, of packed documents with three, one, two and no images, as transformers has them."""
+    """Every gradient, of packed documents with three, one, two and no images, as transformers has them; of a batch
+    without images each is 0, which the sum over ranks needs, and hidden states keep their bits."""
     model, recipe = trained_sight(sight, part)
+    plain = sight.batch([5])
+    hidden = model(*plain.inputs)
+    assert torch.equal(hidden, sight.ours(*plain.inputs))
+    model.head(hidden, plain.labels).backward()
+    grads = [p.grad for p in model.visual.parameters() if p.requires_grad]
+    assert grads and all(g is not None and not g.any() for g in grads)
+    model.zero_grad()
     batch = sight.batch([2, 0], [5, 1])
     model.head(model(*batch.inputs), batch.labels).backward()
     sight.theirs.zero_grad()
@@ -556,20 +559,6 @@ def test_gradients_of_a_trained_tower(part, sight):
     compare_gradients(model, recipe, sight.theirs, close=close)
 
 
-@pytest.mark.parametrize(("sight", "part"), further(
-    [*((kind, "tower") for kind in KINDS), *((kind, "projector") for kind in KINDS)], len(KINDS) + 1,
-), indirect=["sight"])  # fmt: skip
-def test_a_batch_without_images_moves_no_tower(part, sight):
-    """Each trained parameter has a gradient, of 0, which the sum over ranks needs; hidden states keep their bits."""
-    model, _ = trained_sight(sight, part)
-    batch = sight.batch([5])
-    hidden = model(*batch.inputs)
-    assert torch.equal(hidden, sight.ours(*batch.inputs))
-    model.head(hidden, batch.labels).backward()
-    grads = [p.grad for p in model.visual.parameters() if p.requires_grad]
-    assert grads and all(g is not None and not g.any() for g in grads)
-
-
 def read_by_transformers(name: str, base: dict[str, torch.Tensor]) -> str:
     """The name of a tower's parameter in the file of a base."""
     return next(file for file in (f"model.visual.{name}", f"model.{name}", name) if file in base)
@@ -577,20 +566,19 @@ def read_by_transformers(name: str, base: dict[str, torch.Tensor]) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "part", "withs"),
-    further([("qwen3_vl", "tower", []), ("gemma3", "projector", ["lora:rank=2"]), ("gemma4", "tower", ["lora:rank=2"]),
+    further([("gemma3", "projector", ["lora:rank=2"]), ("qwen3_vl", "tower", []), ("gemma4", "tower", ["lora:rank=2"]),
      ("qwen3_vl", "projector", []), ("qwen3_vl", "projector", ["lora:rank=2"]), ("llava", "tower", ["lora:rank=2"]),
-     ("llava", "tower", []), ("mistral3", "tower", ["lora:rank=2"])], 2),
+     ("llava", "tower", []), ("mistral3", "tower", ["lora:rank=2"])], 1),
 )  # fmt: skip
 def test_a_run_that_trains_the_tower(kind, part, withs, sight_of, tmp_path):
     """Stopped and resumed it has the losses of one in one go; its export has what moved, and transformers reads it."""
     qwen = sight_of(kind)
     sets = ["optim.schedule=constant", f"image.train={part}", "image.lr=0.02"]
-    config = run_on(qwen, tmp_path / "whole", sets, ["packing", *withs])
-    whole, out = losses(config), Path(config.output)
-    parts = run_on(qwen, tmp_path / "parts", [*sets, "train.save_every=1", "train.keep=9"], ["packing", *withs])
-    for step in sorted((Path(parts.output) / "checkpoints").glob("step-*"))[1:]:
+    parts = run_on(qwen, tmp_path, [*sets, "train.save_every=1", "train.keep=9"], ["packing", *withs])
+    out, whole = Path(parts.output), losses(parts.output)
+    for step in sorted((out / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(step)
-    assert run(RunRequest(decide(parts), resume="auto")).code == 0 and losses(parts) == whole
+    assert run(RunRequest(decide(parts), resume="auto")).code == 0 and losses(out) == whole
     base, made = (load_file(folder / "model.safetensors") for folder in (qwen.base, out / "model"))
     assert base.keys() == made.keys()
     ends = (*(f"model.{part}" for part in PARTS), *PARTS)
@@ -604,7 +592,7 @@ def test_a_run_that_trains_the_tower(kind, part, withs, sight_of, tmp_path):
             fresh = AutoModelForImageTextToText.from_pretrained(qwen.base, dtype=torch.float32).eval()
             adapted = PeftModel.from_pretrained(fresh, out / "adapter").eval()
             torch.testing.assert_close(adapted(**given).logits, merged, rtol=1e-4, atol=1e-4)
-    kept = rebuild(Path(parts.output)).trainer.model  # as `optrush export` builds it
+    kept = rebuild(out).trainer.model  # as `optrush export` builds it
     assert isinstance(kept, Decoder) and kept.tower is not None
     for name, p in kept.tower.module.named_parameters():
         assert torch.equal(p, made[read_by_transformers(name, made)]), name
@@ -619,36 +607,39 @@ def test_techniques_that_train_a_projector(named, qwen, tmp_path):
     config = run_on(qwen, tmp_path, sets, ["packing", *named.split()])
     base, made = (load_file(folder / "model.safetensors") for folder in (qwen.base, Path(config.output) / "model"))
     moved = {name for name in base if "visual" in name and not torch.equal(base[name].to(made[name].dtype), made[name])}
-    assert np.isfinite(losses(config)).all() and moved and all("merger" in name for name in moved)
+    assert np.isfinite(losses(config.output)).all() and moved and all("merger" in name for name in moved)
 
 
 def test_the_rate_of_a_tower(qwen, tmp_path):
     """With a rate of its own the tower moves by as much more as the rate is larger, and the decoder as before."""
-    moved = []
-    for k, sets in enumerate(([], ["image.lr=0.03"])):
-        config = run_on(qwen, tmp_path / str(k), ["train.steps=1", "optim.warmup=0", "image.train=projector", *sets])
-        made = load_file(Path(config.output) / "model" / "model.safetensors")
-        base = load_file(qwen.base / "model.safetensors")
-        name = "model.visual.merger.linear_fc1.weight"
-        moved.append(((made[name] - base[name]).abs().mean(), made["model.language_model.norm.weight"]))
+    rows = write_rows(tmp_path, 4)
+    text = f"{{model: {qwen.base}, objective: sft, data: {{path: {rows}}}, batch: {{seq: 128, tokens: 256}}}}"
+    own, moved = [f"output={tmp_path}", "train.steps=1", "optim.warmup=0", "image.train=projector"], []
+    for sets in ([], ["image.lr=0.03"]):
+        job = assembled(parse_config(text, "images.yaml", ["optim.lr=0.01", *own, *sets], ["packing"]))
+        parts = {t.name: t for t in job.trained}
+        tower = next(t for name, t in parts.items() if name.endswith("merger.linear_fc1.weight"))
+        before = tower.whole.clone()
+        list(steps(job, 1))
+        moved.append(((tower.whole - before).abs().mean(), parts["norm.weight"].whole.clone()))
     assert moved[1][0] / moved[0][0] == pytest.approx(3, rel=1e-2) and torch.equal(moved[0][1], moved[1][1])
 
 
-def trained_on_ranks(base: Path, folder: Path, withs: Sequence[str]) -> list[tuple[float, float]]:
-    return on_ranks(base, folder, withs, ["image.train=tower"])
-
-
-@pytest.mark.parametrize("kind", ["qwen3_vl", *further(["gemma4", "llava"], 0)])
-def test_ranks_that_train_the_tower(kind, sight_of, pair, tmp_path):
-    """In some steps one of two ranks has no image, in others both have."""
-    qwen = sight_of(kind)
+@pytest.mark.parametrize(("kind", "part", "cut"), further(
+    [("qwen3_vl", "none", "fsdp"), ("qwen3_vl", "tower", "ddp"), ("qwen3_vl", "none", "ddp"),
+     ("qwen3_vl", "none", "fsdp:stage=2"), ("qwen3_vl", "tower", "fsdp"), ("gemma4", "tower", "fsdp"),
+     ("llava", "tower", "ddp")], 2))  # fmt: skip
+def test_ranks_with_rows_of_their_own(kind, part, cut, sight_of, pair, tmp_path):
+    """In some steps one of two ranks has no image, in others both have; with the tower trained, too."""
+    base = sight_of(kind).base
     lines = write_rows(tmp_path, 4).read_text().splitlines()
     turns = [{"role": "user", "content": "what is that ?"}, {"role": "assistant", "content": "a green square"}]
     (tmp_path / "rows.jsonl").write_text("\n".join([*lines, *[json.dumps({"messages": turns})] * 3]))
-    alone = trained_on_ranks(qwen.base, tmp_path, ["pad"])
-    for cut in ("ddp", "fsdp"):
-        first, _ = pair(trained_on_ranks, qwen.base, tmp_path, ["pad", cut])
-        np.testing.assert_allclose(first, alone, rtol=1e-5)
+    sets = [] if part == "none" else [f"image.train={part}"]
+    alone = on_ranks(base, tmp_path, ["pad"], sets)
+    first, other = pair(on_ranks, base, tmp_path, ["pad", cut], sets)
+    assert len(alone) == 3 and not other
+    np.testing.assert_allclose(first, alone, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("sets", "found"), [(["image.train=projector"], "no row has an image"), (
