@@ -1,7 +1,5 @@
 """Tiny random models in the layout that transformers 4 writes, and the command line in this process."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """What a stranger may have put into a file, and what a command made of it: shared by tests and benchmarks/faults."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

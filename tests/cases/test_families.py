@@ -1,7 +1,5 @@
 """The committed table of families, and some of them tried again."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,11 +1,10 @@
 """Hostile files and disks: exit code 2 in three lines that name the place, or accepted and right."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from meshes import further
 from optrush.models.config_json import read_config_json
 
 from hostile import LIMIT_S, Box, called, within
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "faults"))
 from payloads import corpus, verdict
 
 
@@ -219,8 +220,6 @@ def test_a_card_that_is_a_bomb(tmp_path):
 
 
 # --- the output folder: nothing is written through a link out of it, and nothing that the run reads is overwritten
-
-
 @pytest.mark.parametrize(
     "name",
     ["report.html.tmp", "loss.png", "metrics.jsonl", "run.yaml", ".lock", "checkpoints", "tensorboard/x", "tracker"],
@@ -348,8 +347,6 @@ def test_an_output_in_the_folder_of_the_data(box, tmp_path):
 
 
 # --- names are text
-
-
 @pytest.mark.parametrize(
     "name", further(["a $b$ <script>alert(1)</script>", "-rf", "$x^$", "$\\frac{$", "${HOME}", "[red]x[/]"], 2)
 )
@@ -517,8 +514,6 @@ def test_a_payload(payload, box):
 
 
 # --- files that are none: a pipe, a device, the kernel's own; a link out of a model's folder
-
-
 def replaced(path: Path, kind: str) -> None:
     """Put something that is no regular file in place of a file."""
     path.unlink(missing_ok=True)
@@ -687,8 +682,6 @@ def test_rows_that_such_a_tokenizer_reads(box, tmp_path):
 
 
 # --- a tokenizer as a bomb: ids and texts by which a library allocates memory
-
-
 def tenfold(letter: str = "w") -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"String": letter}, "content": letter * 10}
 
@@ -775,8 +768,6 @@ def test_a_large_tokenizer_is_read_first(box, tmp_path, monkeypatch):
 
 
 # --- pages: whatever is in metrics.jsonl, a report or a model card ends no run and no export
-
-
 @pytest.mark.parametrize("change", further([
     {"peak_bytes": None, "memory_kind": 7}, {"lr": [1]}, {"step_s": "x"}, {"tokens_per_s": None}, {"tokens_per_s": {}},
 ], 2))  # fmt: skip

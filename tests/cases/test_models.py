@@ -4,8 +4,6 @@ What training did not change is the base's own file, to the byte, because other 
 ones, than transformers 5 writes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -55,8 +53,6 @@ def changed(base: Path, folder: Path) -> set[str]:
 
 
 # --- what training did not change
-
-
 @pytest.mark.parametrize("kind", further(sorted(KINDS, key=lambda kind: kind not in ("llama", "gpt_neox", "phi3")), 3))
 def test_files_and_names_are_the_bases_own(kind, base, tmp_path):
     """After a run, and in a folder exported again; merged adapters too."""
@@ -278,8 +274,6 @@ def test_no_architectures_in_config(kind, base, tmp_path):
 
 
 # --- attention that a family has
-
-
 def test_a_family_without_sdpa(base, tmp_path):
     """It is trained, exported, asked and verified with masked attention; `init` writes what `train` takes."""
     run = trained(tmp_path / "run", base("gemma2"))
@@ -301,8 +295,6 @@ def test_a_family_without_sdpa(base, tmp_path):
 
 
 # --- rotations that depend on a document's length
-
-
 def alone(folder: Path, rows: list[list[int]]) -> float:
     """The loss a target by transformers, a document at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -375,8 +367,6 @@ def test_a_state_that_runs_on_takes_rows_of_one_document(base, tmp_path):
 
 
 # --- blocks that differ from each other
-
-
 def test_operations_are_summed_block_by_block(base):
     """4 heads of 16 in the two blocks with a window, of 32 in the third; none in a block of convolutions."""
     for folder, width in ((base("gemma4_text"), 4 * (16 + 16 + 32)), (base("llama"), 2 * 64), (base("gpt2"), 2 * 64)):
@@ -468,8 +458,6 @@ def test_a_relative_base(base, tmp_path, monkeypatch):
 
 
 # --- what is refused, and what is not
-
-
 def test_keys_left_over_in_a_text_model(base, tmp_path):
     trained(tmp_path / "run", edited(base("llama"), tmp_path / "base", text_config={}, num_experts=1))
 

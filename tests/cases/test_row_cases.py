@@ -1,7 +1,5 @@
 """Rows as other tools write them: each key is read, obeyed, refused or named, whatever the row's number or format."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io
@@ -112,8 +110,6 @@ def run_file(**changes: Any) -> str:
 
 
 # --- a turn that another tool does not learn
-
-
 @pytest.mark.parametrize("key", ["loss", "loss_weight", "loss_mask", "loss_scale", "training", "trainable", "weight"])
 def test_a_turn_that_is_not_to_be_learnt_is_not(key):
     turns = [ASK, {**ANSWER, key: 0}, ASK, {**ANSWER, key: 1}]
@@ -184,8 +180,6 @@ def test_how_much_a_row_is_learnt_is_refused(key, value, row):
 
 
 # --- what precedes an answer under another key
-
-
 @pytest.mark.parametrize(("row", "key", "line"), [
     ({"system_prompt": "Answer in French only.", "messages": TURNS}, "system_prompt", "system_prompt: system"),
     ({"system_message": "Be brief.", "conversations": TURNS}, "system_message", "system_message: system"),
@@ -297,8 +291,6 @@ def test_other_keys_are_named_once_a_row():
 
 
 # --- a judged answer
-
-
 @pytest.mark.parametrize(("key", "value"), [("label", False), ("label", True), ("label", 0), ("label", "False"),
                                            ("kto_tag", True), ("desirable", False), ("Label", 1)])  # fmt: skip
 def test_a_judged_answer_is_not_learnt_as_a_good_one(key, value):
@@ -313,8 +305,6 @@ def test_a_label_that_is_no_judgement_is_named():
 
 
 # --- several kinds in one row
-
-
 def test_the_objective_tells_which_kind_is_meant():
     alpaca = {"instruction": "A city?", "input": "", "output": "Oslo.", "text": "Below is an instruction ... Oslo."}
     assert parsed(alpaca) == (Chat((Message("user", "A city?"), A)), {"text"})
@@ -459,8 +449,6 @@ def test_a_completion_is_never_turns_as_text():
 
 
 # --- calls without content
-
-
 @pytest.mark.parametrize("turn", [{"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "content": None,
                          "tool_calls": [CALL]}, {"from": "gpt", "tool_calls": [CALL]}])  # fmt: skip
 def test_a_call_without_content_is_an_empty_content(turn):
@@ -476,8 +464,6 @@ def test_a_call_that_is_a_turns_content_is_a_call():
 
 
 # --- what the run names
-
-
 def test_keys_that_are_not_read_are_named_with_how_many_rows_have_them(call, tiny_home):
     rows = [{"messages": TURNS, "source": "web"} for _ in range(240)]
     rows[230]["late"] = 1
@@ -492,8 +478,6 @@ def test_keys_that_are_not_read_are_named_with_how_many_rows_have_them(call, tin
 
 
 # --- streamed rows are held to the same limits
-
-
 def streamed(sources: Any, steps: int = 40) -> tuple[Stream, list[str], Iterator[Any]]:
     """A stream's steps as a run reads them, and the lines that it reports."""
     stream, lines = stream_of(sources.train, Packed(window=50), T=64, rows=4, seed=0), list[str]()
@@ -571,8 +555,6 @@ def test_held_out_rows_that_are_trained_on_are_counted(tiny_home):
 
 
 # --- the splits of a data set
-
-
 @pytest.mark.parametrize(("names", "held"), [
     (["train.jsonl", "test.jsonl", "validation.jsonl"], "test.jsonl, validation.jsonl"),
     (["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"], "test-00000-of"),
@@ -700,8 +682,6 @@ def test_two_begin_of_text_tokens_are_refused_in_any_row(tiny_home):
 
 
 # --- one document an answer
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("layout", [Packed(window=50), Padded()])
 def test_each_answer_is_learnt_as_it_would_be_asked_for(stream, layout, tiny_home):
@@ -887,8 +867,6 @@ def test_limits_nest_and_end_with_the_outermost():
 
 
 # --- weights that are no numbers
-
-
 @pytest.mark.parametrize(("value", "greedy"), further(
     [(float("nan"), ()), (float("inf"), ("--greedy",)), (float("inf"), ()), (float("nan"), ("--greedy",))], 2,
 ))  # fmt: skip
@@ -940,8 +918,6 @@ def test_however_a_row_writes_reasoning_the_mask_is_the_same(alike, called, tiny
 
 
 # --- another number of rows a step, from a checkpoint
-
-
 def test_rows_that_a_resumed_run_loses_or_repeats_are_counted(call):
     lines("chat.jsonl", [{"messages": [ASK, {**ANSWER, "content": f"Oslo {n}."}]} for n in range(24)])
     train = {"steps": 6, "log_every": 1, "save_every": 3}
@@ -961,8 +937,6 @@ def test_rows_that_a_resumed_run_loses_or_repeats_are_counted(call):
 
 
 # --- which template, and what it marks
-
-
 def several(folder: Path, **templates: str) -> str:
     """The tiny model with templates by name, as older tokenizers hold them."""
     shutil.copytree(folder, "several")

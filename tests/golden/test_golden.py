@@ -4,8 +4,6 @@ The figures do not depend on the version of torch: with another one installed in
 pytest tests/golden holds that one to them, too.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -108,8 +106,6 @@ def test_everything_at_once(box, pair, data):
 
 
 # Norms do not see a permutation, nor two mistakes that cancel: so every number of every gradient, once.
-
-
 def gradients(box: Path, name: str, packed: bool, with_: dict[str, Any]) -> dict[str, torch.Tensor]:
     return published(assembled(golden_run(box, CASES[name], packed=packed, **with_)))[1]
 

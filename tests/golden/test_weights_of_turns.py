@@ -1,7 +1,5 @@
 """Turns with a weight: the mean over tokens times weights, against transformers' logits, whatever the layout."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

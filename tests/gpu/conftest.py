@@ -1,7 +1,5 @@
 """What tests on a GPU share: they want one, and compiled code of one test is not counted against the next one's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -6,8 +6,6 @@ of a published one: of the size that transformers draws, and such as bfloat16 ha
 of products and sums. tests/parity has the same cases, and more of them, on a CPU.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import sys
@@ -135,8 +133,6 @@ def near(ours: Asked, theirs: Asked) -> None:
 
 
 # Over a dense base.
-
-
 @pytest.mark.parametrize("case", ["all", "attention", "rslora", "dora", "ia3", "transformers", "transformers, dora"])
 def test_float32(model, peft, tmp_path, case):
     adapter, theirs = peft(case)
@@ -170,8 +166,6 @@ def test_bfloat16_by_the_fast_path(model, peft, tmp_path, case, precision, path)
 
 
 # Over a base in few bits.
-
-
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("path", ["plain", "sdpa"])
 def test_float32_over_4_bits(qlora, tmp_path, double, path):

@@ -1,7 +1,5 @@
 """`train.save: async` on a GPU: what is written is the step that was saved, whatever follows on the device."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

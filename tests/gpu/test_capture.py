@@ -1,7 +1,5 @@
 """Real graphs against the plain window, 8-bit products against the emulated ones, tuned blocks against the baseline."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -221,8 +219,6 @@ def test_eight_bits_are_near_bf16(precision, more):
 
 
 # Tuning.
-
-
 def test_tuned_blocks_match_the_baseline():
     withs = ("packing", "attention:impl=sdpa", "fused-loss:chunk=512")
     want, _ = played(job_of(*withs))

@@ -3,8 +3,6 @@
 tests/gpu/test_adapters.py holds the adapters themselves against PEFT.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
@@ -31,8 +29,6 @@ FUSED = {"attention": {"impl": "sdpa"}, "fused_kernels": {"norm": True, "rope": 
 
 
 # Preferences, in float32.
-
-
 @pytest.fixture(scope="module")
 def folder(box):
     return filled_box(box)
@@ -73,8 +69,6 @@ def test_an_adapter_is_its_own_reference(folder, tmp_path, with_):
 
 
 # What is frozen.
-
-
 def raw(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Copies of the bytes of all parameters and buffers."""
     held = [*trainer.model.named_parameters(), *trainer.model.named_buffers()]

@@ -1,7 +1,5 @@
 """What only a GPU can show: its kernels against the float32 baseline, and that a step never waits for the device."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Kernels that only a GPU runs, each against a reference in float32."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """8-bit moments and updates in the backward pass on a GPU: bits, waiting, memory."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A lack of memory as CUDA has it: the rehearsal, halving, and the cap; through the command itself."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

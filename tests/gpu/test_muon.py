@@ -1,7 +1,5 @@
 """Optimizers made of torch's own operators, on a GPU: the rounding kernel, waiting, the same steps as on a CPU."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

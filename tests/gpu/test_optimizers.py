@@ -1,7 +1,5 @@
 """AdamW on a GPU: bfloat16 weights, 4-bit moments, states on the host; bits, and no wait for the device."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from functools import partial

@@ -1,7 +1,5 @@
 """Two GPUs against one: the same losses and gradient norms, through the command itself; and a resume between them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What blocks keep for the backward pass, on a GPU: real streams, real memory, real kernels' operators."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Iterator

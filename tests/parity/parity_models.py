@@ -1,7 +1,5 @@
 """Tiny random Hugging Face models with nothing trivial in them, and the few lines that give one of ours real memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

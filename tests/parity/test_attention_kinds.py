@@ -1,7 +1,5 @@
 """Windows, sinks and every kind of RoPE in our decoder against transformers, and each kernel against the plain one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

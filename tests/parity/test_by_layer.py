@@ -1,7 +1,5 @@
 """Models whose layers differ (Gemma 4), beyond their parity (test_native.py): sizes, files, techniques, ranks."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -160,8 +158,6 @@ def test_wide_heads_are_repeated_where_no_kernel_groups_them():
 
 
 # --- techniques
-
-
 def written(made: Path, hf: dict[str, Any]) -> Path:
     sizes = {key: value for key, value in hf.items() if key not in ("bos_token_id", "eos_token_id")}
     sizes |= {"vocab_size": 128, "vocab_size_per_layer_input": 128}

@@ -1,7 +1,5 @@
 """The gated delta rule beyond its parity (test_native.py): the rule token by token, isolation, plans, refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -124,8 +122,6 @@ def test_published_sizes(hf):
 
 
 # --- what is planned, and what is refused
-
-
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setitem(SHAPES, "delta", {**QWEN35, "num_hidden_layers": 4, "vocab_size": 32000})

@@ -1,7 +1,5 @@
 """`objective: distill` against the formula in float64: losses, gradients, both divergences, every cutting."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

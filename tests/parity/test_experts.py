@@ -1,7 +1,5 @@
 """Experts of our own decoder against transformers': routing at its edges, balance, files, and whole runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -48,8 +46,6 @@ def opened(theirs: Any, folder: Path, stacked: bool = False) -> tuple[Any, Any, 
 
 
 # --- products and routing
-
-
 def test_grouped_products():
     """Groups of no row, one, and more than a tile; values and both gradients."""
     ends = torch.tensor([0, 1, 1, TILE + 8, TILE + 8 + TILE], dtype=torch.int32)
@@ -186,8 +182,6 @@ def test_other_tensors_without_a_place_are_refused(family, name, tmp_path):
 
 
 # --- balance
-
-
 @pytest.mark.parametrize("name", BALANCED)
 def test_balance_is_transformers_own(name, tmp_path):
     """The loss over all layers and its gradient, of rows without padding and of one with."""
@@ -219,8 +213,6 @@ def test_figures_of_a_load():
 
 
 # --- files
-
-
 @pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_an_export_has_the_layout_of_its_base(name, stacked, tmp_path):
@@ -251,8 +243,6 @@ def test_draws_of_a_shape_are_those_of_transformers_layout():
 
 
 # --- whole runs
-
-
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
     """A folder as the golden tests', whose `untied` has experts, and `balanced` their loss of balance too."""
@@ -350,8 +340,6 @@ def test_a_stopped_run_goes_on_to_the_bit(moe, tmp_path):
 
 
 # --- adapters
-
-
 def test_adapters_of_the_attention(moe, tmp_path):
     """Trained, written in PEFT's format, and loaded there onto the base: the same logits."""
     config = golden_run(moe, packed=True, lora={"rank": 2})

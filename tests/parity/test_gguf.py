@@ -1,7 +1,5 @@
 """A GGUF file has the model, read by the format's own package: every tensor, and what ends an answer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ The oracles: transformers' own logits on the same weights, formulas written answ
 itself on other ranks, resumed, or with other slots.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -52,8 +50,6 @@ CACHED = [n for n, sizes in {**FAMILIES, **EXPERTS}.items() if "linear_num_key_h
 
 
 # --- the engine
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return opened("qwen3", tmp_path_factory.mktemp("qwen3"))[1]
@@ -266,8 +262,6 @@ def test_a_cache_that_gives_something_else_is_found_and_not_used(tmp_path, monke
 
 
 # --- the loss
-
-
 class Plain(torch.nn.Module):
     """A head whose logits are its input."""
 
@@ -370,8 +364,6 @@ def test_advantages():
 
 
 # --- rewards
-
-
 @pytest.mark.parametrize(("answer", "reference", "value"), [
     ("so 1,234.0", "#### 1234", 1), ("#### 7 or 8\n", "8", 1), (r"\boxed{12} of 13", "12", 1), ("none", "3", 0),
     (".5", "5", 0), (".5", "0.50", 1), (r"\boxed{\frac{1}{2}}", "2", 0), ("-3", "3", 0), ("#### x", "3", 0),
@@ -597,8 +589,6 @@ def test_a_run_rewards_by_workers_as_by_itself(folder):
 
 
 # --- whole runs
-
-
 @pytest.fixture(scope="module")
 def folder(box):
     rows = [{"messages": [

@@ -1,7 +1,5 @@
 """Images against transformers' own class: ids, positions, logits and gradients of a document alone, and isolation."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

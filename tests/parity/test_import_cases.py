@@ -1,9 +1,7 @@
 """Rows under imported configurations of axolotl and LLaMA-Factory: tokens and targets as their own code made them.
 
-import_cases.json holds what their code made, and of which version (make_import_cases.py).
+import_cases.json holds what their code made, and of which version (benchmarks/make_import_cases.py).
 """
-
-from __future__ import annotations
 
 import json
 import re

@@ -1,7 +1,5 @@
 """Rows under an imported configuration of TRL: tokens and targets are those that its own trainer makes of them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

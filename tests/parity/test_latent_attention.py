@@ -1,7 +1,5 @@
 """Latent attention beyond its parity (test_native.py): published sizes, adapters, a plan, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -138,8 +136,6 @@ def test_lines_that_name_no_linear(tmp_path):
 
 
 # --- what is planned, and what is refused
-
-
 @pytest.fixture
 def youtu(monkeypatch):
     monkeypatch.setitem(SHAPES, "latent", YOUTU)

@@ -1,7 +1,5 @@
 """Language models of models of images and text against transformers' whole model, and what is written of them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints of gpt-oss whose experts are 4-bit floats: read exactly, trained, kept as they are, exported dense."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

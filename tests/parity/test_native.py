@@ -1,7 +1,5 @@
 """Our decoder against transformers' own, in float32 on the CPU: logits, every gradient, reading and writing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -141,8 +141,6 @@ def first_step():
 
 
 # --- the formulas, of log-probabilities of the answers' tokens by both models: loss and rewards of a pair
-
-
 def dpo_of(chosen, rejected):
     good, bad = ((now - before).sum() for now, before in (chosen, rejected))
     return -0.9 * F.logsigmoid(BETA * (good - bad)) - 0.1 * F.logsigmoid(BETA * (bad - good)), BETA * good, BETA * bad
@@ -319,8 +317,6 @@ def test_pairs_sorted_by_length(folder):
 
 
 # --- TRL
-
-
 @pytest.fixture(scope="module")
 def trainer(folder):
     return trls(folder, torch.device("cpu"))
@@ -448,8 +444,6 @@ def test_an_answer_learnt_by_heart_has_a_finite_loss():
 
 
 # --- the reference
-
-
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_an_adapter_is_its_own_reference(folder, kind):
     """With the adapter off, asked in every step, against log-probabilities made before: the same four steps."""
@@ -580,8 +574,6 @@ def test_texts_with_and_without_a_prompt_are_one_run(folder, tmp_path):
 
 
 # --- judged answers
-
-
 @pytest.mark.parametrize("kind", ["pairs", "messages", "kto_tag", "evaluated"])
 def test_rows_of_judged_answers(folder, tmp_path, kind):
     """Pairs are two judged answers; chats have a label too; a part is held out."""
@@ -623,8 +615,6 @@ def test_bad_answers_are_refused_elsewhere_and_streams_here(folder):
 
 
 # --- models of rewards
-
-
 @pytest.mark.parametrize(
     ("implementation", "adapter"),
     further([("native", True), ("transformers", False), ("native", False), ("transformers", True)], 2),

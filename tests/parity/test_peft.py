@@ -1,7 +1,5 @@
 """Adapters against PEFT's own on the same transformers model: losses, every gradient, files both ways, merging."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
@@ -392,8 +390,6 @@ def test_dora_begins_with_the_lengths_of_the_rows(folders, tmp_path):
 
 
 # Adapters that begin as a part of the weights.
-
-
 @pytest.mark.parametrize(("family", "implementation", "init", "more"), further([
     ("qwen2", "native", "pissa", {"rslora": True, "targets": ["q_proj", "v_proj", "up_proj"]}),
     ("llama-tied", "transformers", "pissa", {}), ("llama", "native", "pissa_niter_4", {}),

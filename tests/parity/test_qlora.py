@@ -1,7 +1,5 @@
 """QLoRA against PEFT on bitsandbytes' linears, in a folder that bitsandbytes quantised: losses, gradients, bytes."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -232,8 +230,6 @@ def test_dense_experts_beside_packed_linears(folders, tmp_path):
 
 
 # What is refused.
-
-
 def changed(folders, tmp_path, edit=None, config_edit=None, family="llama", double=True):
     """A copy of the quantised folder with other tensors, or another config.json."""
     folder = tmp_path / "changed"

@@ -3,8 +3,6 @@
 It answers with transformers and PEFT from the folders that a run hands over.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -225,8 +223,6 @@ def test_two_ranks_ask_for_what_one_asks(folder, served, pair):  # noqa: F811
 
 
 # --- importance weights
-
-
 def engine(correction: float = 2.0) -> rollout_server.ServerEngine:
     made = object.__new__(rollout_server.ServerEngine)
     made.settings = rollout_server.RolloutServer(server="http://host:1", correction=correction)
@@ -287,8 +283,6 @@ def test_weights_of_tokens_reach_the_loss(folder, served, monkeypatch):  # noqa:
 
 
 # --- faults
-
-
 def choice(**changes: Any) -> Callable[[str, Any], Any]:
     def answer(path: str, found: Any) -> Any:
         if path == "/v1/completions":

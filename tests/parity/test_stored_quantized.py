@@ -3,8 +3,6 @@
 The layouts are written here field by field, by loops, from their descriptions.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Plans of models that run through transformers: sizes and saved bytes are traced, and every model gets a figure."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -336,8 +334,6 @@ def test_the_peak_of_a_step(tmp_path, name, layers, with_):
 
 
 # --- every model on every card
-
-
 @pytest.mark.parametrize("name", further([*PUBLISHED], 8))
 def test_sizes_of_published_models(name):
     millions, hf = PUBLISHED[name]
@@ -391,8 +387,6 @@ def _clash(name: str, cls: Any) -> bool:
 
 
 # --- the cache, and models without a plan
-
-
 def test_a_second_plan_traces_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path))
     hf = {**TINY, "model_type": "olmo2", "vocab_size": 333}

@@ -1,6 +1,6 @@
 """Record what axolotl's and LLaMA-Factory's own code make of rows: tokens, and which of them are learnt.
 
-    python make_import_cases.py AXOLOTL LLAMA_FACTORY          # folders of their sources; writes import_cases.json
+    python benchmarks/make_import_cases.py AXOLOTL LLAMA_FACTORY    # folders of their sources; writes the cases
 
 Their code runs as it is, with the tokenizer of the built-in tiny model. Rows, flags and results are the data of
 test_import_cases.py. torchaudio, which LLaMA-Factory imports for sounds, is replaced by an empty module.
@@ -20,12 +20,14 @@ from transformers import AutoTokenizer
 
 from optrush.models import tiny
 
-OUT = Path(__file__).with_name("import_cases.json")
+OUT = Path(__file__).parents[1] / "tests/parity/import_cases.json"
 TALK = [
-    {"role": "system", "content": "be short"}, {"role": "user", "content": "How much salt?"},
-    {"role": "assistant", "content": "a spoon"}, {"role": "user", "content": "Oil?"},
+    {"role": "system", "content": "be short"},
+    {"role": "user", "content": "How much salt?"},
+    {"role": "assistant", "content": "a spoon"},
+    {"role": "user", "content": "Oil?"},
     {"role": "assistant", "content": "two"},
-]  # fmt: skip
+]
 MESSAGES = [{"messages": TALK}]
 SHAREGPT = [{"conversations": [
     {"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in TALK
@@ -35,7 +37,10 @@ ALPACA = [
     {"instruction": "How much oil?", "input": "in a soup", "output": "two"},
 ]
 END = {"eot_tokens": [tiny.END]}
-SHARE = {"field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"}}
+SHARE = {
+    "field_messages": "conversations",
+    "message_property_mappings": {"role": "from", "content": "value"},
+}
 OPENAI = {
     "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
     "system_tag": "system",
@@ -48,18 +53,23 @@ def marked(*flags: bool) -> list[dict[str, Any]]:
     return [{"messages": [*TALK[: -len(flags)], *({**m, "train": f} for m, f in zip(turns, flags, strict=True))]}]
 
 
-def axolotl_case(name, rows, kind="chat_template", top=None, **own):
+def axolotl_case(
+    name: str, rows: list[dict[str, Any]], kind: str = "chat_template", top: dict[str, Any] | None = None, **own: Any
+) -> dict[str, Any]:
     top = {"train_on_inputs": False, **(END if kind == "chat_template" else {}), **(top or {})}
     return {"tool": "axolotl", "name": name, "rows": rows, "config": top, "dataset": {"type": kind, **own}}
 
 
-def factory_case(name, rows, flags=None, **info):
+def factory_case(
+    name: str, rows: list[dict[str, Any]], flags: dict[str, Any] | None = None, **info: Any
+) -> dict[str, Any]:
     return {"tool": "llama-factory", "name": name, "rows": rows, "config": flags or {}, "dataset": info}
 
 
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
 CASES = [
-    axolotl_case("chat", MESSAGES), axolotl_case("chat-inputs", MESSAGES, top={"train_on_inputs": True}),
+    axolotl_case("chat", MESSAGES),
+    axolotl_case("chat-inputs", MESSAGES, top={"train_on_inputs": True}),
     axolotl_case("chat-sharegpt", SHAREGPT, **SHARE),
     axolotl_case("chat-no-system", MESSAGES, drop_system_message=True),
     *(axolotl_case(f"chat-eos-{value}", MESSAGES, train_on_eos=value) for value in ("turn", "last", "all", "none")),
@@ -77,23 +87,26 @@ CASES = [
     axolotl_case("qa", [{"question": "How much salt?", "answer": "a spoon"}], "alpaca_chat.load_qa"),
     axolotl_case("completion", [{"text": "salt and pepper"}], "completion"),
     axolotl_case("completion-field", [{"body": "salt and pepper"}], "completion", field="body"),
-    factory_case("alpaca", ALPACA), factory_case("alpaca-columns", ALPACA, columns=COLUMNS),
+    factory_case("alpaca", ALPACA),
+    factory_case("alpaca-columns", ALPACA, columns=COLUMNS),
     factory_case("alpaca-no-query", ALPACA, columns={"prompt": "instruction", "response": "output"}),
     factory_case("alpaca-prompt", ALPACA, {"train_on_prompt": True}),
-    factory_case("alpaca-system", [{**ALPACA[0], "system": "be short"}], columns={**COLUMNS, "system": "system"}),
+    factory_case(
+        "alpaca-system", [{**ALPACA[0], "system": "be short"}], columns={**COLUMNS, "system": "system"}
+    ),
     factory_case("alpaca-system-unnamed", [{**ALPACA[0], "system": "be short"}]),
-    factory_case("alpaca-history", [
-        {**ALPACA[1], "history": [["How much salt?", "a spoon"]]}
-    ], columns={**COLUMNS, "history": "history"}),
+    factory_case(
+        "alpaca-history", [{**ALPACA[1], "history": [["How much salt?", "a spoon"]]}],
+        columns={**COLUMNS, "history": "history"},
+    ),
     factory_case("sharegpt", SHAREGPT, formatting="sharegpt"),
     factory_case("sharegpt-history", SHAREGPT, {"mask_history": True}, formatting="sharegpt"),
     factory_case("sharegpt-prompt", SHAREGPT, {"train_on_prompt": True}, formatting="sharegpt"),
     factory_case("openai", MESSAGES, formatting="sharegpt", columns={"messages": "messages"}, tags=OPENAI),
     factory_case(
         "own-tags",
-        [{"talk": [
-            {"who": {"user": "cook", "assistant": "bot"}.get(m["role"]), "says": m["content"]} for m in TALK[1:]
-        ]}],
+        [{"talk": [{"who": {"user": "cook", "assistant": "bot"}.get(m["role"]), "says": m["content"]}
+                   for m in TALK[1:]]}],
         {"mask_history": True}, formatting="sharegpt", columns={"messages": "talk"},
         tags={"role_tag": "who", "content_tag": "says", "user_tag": "cook", "assistant_tag": "bot"},
     ),
