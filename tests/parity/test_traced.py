@@ -237,7 +237,7 @@ NATIVE: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-FIRST = ("llama", "qwen3", "cohere", "starcoder2")
+FIRST = ("qwen3", "cohere")
 
 
 @pytest.mark.parametrize("kind", further([*FIRST, *(kind for kind in NATIVE if kind not in FIRST)], len(FIRST)))
@@ -284,13 +284,12 @@ def test_matrices_that_a_token_passes(name):
 
 def test_blocks_that_return_pairs_are_traced():
     """The model takes two values of each block, from those that are not traced too."""
-    mamba = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "attn_layer_indices": [2]}
-    found = trace({**TINY, "model_type": "bamba", "num_hidden_layers": 3, **mamba})
-    assert found.layers == 3 and found.saved and not found.separates
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "attn_layer_indices": [1]}
+    found = trace({**TINY, "model_type": "bamba", **mamba})
+    assert found.layers == 2 and found.saved and not found.separates
 
 
-@pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo", "kto", "reward"])
-def test_documents_that_meet_are_no_pairs(tmp_path, objective):
+def test_documents_that_meet_are_no_pairs(tmp_path):
     """A plan refuses what `train` would refuse; a set without `packing` is planned."""
     model = folder(tmp_path / "model", {**TINY, "model_type": "opt", "ffn_dim": 160, "word_embed_proj_dim": 64})
     assert search.predict(run(model), "h100").peak_bytes > 0
@@ -298,11 +297,12 @@ def test_documents_that_meet_are_no_pairs(tmp_path, objective):
         search.predict(run(model, "{packing: {}}"), "h100")
     assert error.value.do == "leave packing out"
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    text = f"model: {{path: {model}}}\nobjective: {objective}\ndata: {{path: {tmp_path}/rows.jsonl}}\noutput: out\n"
-    text += "train: {steps: 3}\nbatch: {seq: 64, tokens: 128, micro_tokens: 128}\nwith: {}\n"
-    with pytest.raises(NeedsError, match="rows of pairs") as error:
-        search.predict(parse_config(text, "case"), "h100")
-    assert "opt" in error.value.found and error.value.do == "use objective: sft"
+    for objective in ("dpo", "orpo", "simpo", "kto", "reward"):
+        text = f"model: {{path: {model}}}\nobjective: {objective}\ndata: {{path: {tmp_path}/rows.jsonl}}\noutput: out\n"
+        text += "train: {steps: 3}\nbatch: {seq: 64, tokens: 128, micro_tokens: 128}\nwith: {}\n"
+        with pytest.raises(NeedsError, match="rows of pairs") as error:
+            search.predict(parse_config(text, "case"), "h100")
+        assert "opt" in error.value.found and error.value.do == "use objective: sft"
 
 
 def test_a_loop_over_experts_has_no_plan():
@@ -316,17 +316,16 @@ def test_a_loop_over_experts_has_no_plan():
 
 
 STEPS = [
-    ("gemma-2-2b", 2, "{bf16: {}}"), ("gemma-3-1b", 7, "{bf16: {}, attention: {}}"),
-    ("olmo-2-1b", 6, "{amp: {}, attention: {}, fused-adamw: {}}"),
-    ("phi-4-mini", 3, "{bf16: {}, attention: {}, recompute: {}, fused-loss: {}}"),
-    ("lfm2-1.2b", 5, "{bf16: {}, attention: {}, selective-recompute: {}}"), ("smollm3-3b", 4, "{}"),
+    ("granite-3.0-3b-a800m", 2, "{amp: {}, attention: {}, fused-adamw: {}}"),
+    ("lfm2-1.2b", 3, "{bf16: {}, attention: {}, selective-recompute: {}}"), ("gemma-2-2b", 2, "{bf16: {}}"),
+    ("gemma-3-1b", 7, "{bf16: {}, attention: {}}"), ("olmo-2-1b", 6, "{amp: {}, attention: {}, fused-adamw: {}}"),
+    ("phi-4-mini", 3, "{bf16: {}, attention: {}, recompute: {}, fused-loss: {}}"), ("smollm3-3b", 4, "{}"),
     ("qwen1.5-moe-a2.7b", 2, "{bf16: {}, attention: {}}"),
-    ("granite-3.0-3b-a800m", 4, "{amp: {}, attention: {}, fused-adamw: {}}"),
     ("granite-3.0-1b-a400m", 6, "{bf16: {}, attention: {}, recompute: {}, fused-loss: {}}"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "layers", "with_"), further(STEPS, 3))
+@pytest.mark.parametrize(("name", "layers", "with_"), further(STEPS, 1))
 def test_the_peak_of_a_step(tmp_path, name, layers, with_):
     hf = {**PUBLISHED[name][1], "num_hidden_layers": layers, "vocab_size": 4096}
     hf |= {"layer_types": hf["layer_types"][:layers]} if "layer_types" in hf else {}
@@ -365,9 +364,9 @@ def test_every_model_has_a_plan_on_every_card(tmp_path, name, card):
     assert shape.separates or "packing" not in found.best.setting.with_
 
 
-@pytest.mark.parametrize("kind", further([{"model_type": "stablelm"}, QWEN_MOE, GEMMA4, *(
+@pytest.mark.parametrize("kind", further([QWEN_MOE, GEMMA4, {"model_type": "stablelm"}, *(
     {"model_type": name} for name in ("gemma2", "cohere", "starcoder2")
-)], 3), ids=lambda kind: kind["model_type"])  # fmt: skip
+)], 2), ids=lambda kind: kind["model_type"])  # fmt: skip
 @pytest.mark.parametrize("name", [c.name for c in ALL])
 def test_rules_of_each_technique_find_their_lines(tmp_path, name, kind):
     """A rule that matches nothing raises ValueError: only a need may be unmet, never a line missing."""
@@ -375,7 +374,7 @@ def test_rules_of_each_technique_find_their_lines(tmp_path, name, kind):
     model, device = folder(tmp_path / "model", hf), "2xh100"
     cls = next(c for c in ALL if c.name == name)
     base = {"bf16": {}, "ddp": {}, "lora": {}, "compile": {}}
-    for left_out in ((), ("bf16",), ("ddp",), ("lora",), ("lora", "compile"), ("bf16", "ddp", "lora", "compile")):
+    for left_out in ((), ("bf16", "ddp"), ("lora", "compile"), ("bf16", "ddp", "lora", "compile")):
         chosen = {n: o for n, o in base.items() if n not in left_out} | {name: dict(cls.sample)}
         config = run(model, json.dumps({n: o for n, o in chosen.items() if n == name or not _clash(n, cls)}))
         with suppress(NeedsError, ConfigError, ConflictError):
