@@ -1,14 +1,10 @@
 """Tiny random models in the layout that transformers 4 writes, and the command line in this process."""
 
-import contextlib
-import io
 import json
 import shutil
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
@@ -16,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from optrush.cli import app
+from hostile import called
 
 logging.disable_progress_bar()
 BOS, EOS, UNK = "<s>", "</s>", "<unk>"
@@ -108,29 +104,9 @@ def write_tokenizer(folder: Path, kind: str, files: tuple[str, ...]) -> Tokenize
     return engine
 
 
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def lines(self) -> list[str]:
-        """The first words of what was printed as an error."""
-        return [line.partition(":")[0] for line in self.err.strip().splitlines()]
-
-
-def optrush(*arguments: object) -> Ended:
+def optrush(*arguments):
     """`optrush ARGUMENTS` in this process."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        patch.setattr(sys, "argv", ["optrush", *map(str, arguments)])
-        try:
-            app.main()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    return Ended(code, out.getvalue(), err.getvalue())
+    return called(*map(str, arguments))
 
 
 def write_run(folder: Path, base: Path | str, rows: list[dict[str, Any]] | None = None, **changes: Any) -> Path:

@@ -32,6 +32,11 @@ class Ended(NamedTuple):
     failure: str
 
     @property
+    def lines(self) -> list[str]:
+        """The first words of what was printed as an error."""
+        return [line.partition(":")[0] for line in self.err.strip().splitlines()]
+
+    @property
     def refused(self) -> bool:
         """Whether it ended with exit code 2 in exactly three lines, and nothing on standard output."""
         begins = [line[:7] for line in self.err.splitlines()]

@@ -237,22 +237,15 @@ def test_a_link_out_of_the_output(name, box, tmp_path):
     assert list(target.iterdir()) == [] if target.is_dir() else target.read_text() == "mine"
 
 
-def test_links_that_stay_inside(box, tmp_path):
-    """The output may be a link, as to a larger disk; links within it may lead to its own files."""
-    (tmp_path / "disk" / "tracker").mkdir(parents=True)
-    (tmp_path / "disk" / "tracker" / "latest").symlink_to("../tracker")
-    (tmp_path / "out").symlink_to(tmp_path / "disk")
-    ended = called("train", box.write(output=str(tmp_path / "out")))
-    assert ended.code == 0, ended
-
-
 def test_links_of_other_programs(box, tmp_path):
-    """A tracker keeps links to its own cache in its folder; what optrush does not write is not examined either."""
-    output = tmp_path / "out"
-    assert called("train", box.write(output=str(output), train={"steps": 1, "export": False})).code == 0
-    for name in ("tracker/wandb/offline-run/logs/debug-core.log", "notes/plan"):
-        (output / name).parent.mkdir(parents=True)
-        (output / name).symlink_to(tmp_path / "elsewhere")
+    """The output may be a link, as to a larger disk, and links within it may lead to its own files; a tracker keeps
+    links to its own cache in its folder, and what optrush does not write is not examined either."""
+    output, disk = tmp_path / "out", tmp_path / "disk"
+    for name, target in (("tracker/latest", "../tracker"), ("tracker/logs/core.log", tmp_path / "elsewhere"),
+                         ("notes/plan", tmp_path / "elsewhere")):  # fmt: skip
+        (disk / name).parent.mkdir(parents=True, exist_ok=True)
+        (disk / name).symlink_to(target)
+    output.symlink_to(disk)
     ended = called("train", box.write(output=str(output), train={"steps": 1, "export": False}), "--resume", "auto")
     assert ended.code == 0, ended
 
@@ -348,7 +341,7 @@ def test_an_output_in_the_folder_of_the_data(box, tmp_path):
 
 # --- names are text
 @pytest.mark.parametrize(
-    "name", further(["a $b$ <script>alert(1)</script>", "-rf", "$x^$", "$\\frac{$", "${HOME}", "[red]x[/]"], 2)
+    "name", further(["a $b$ <script>alert(1)</script>", "-rf", "$x^$", "$\\frac{$", "${HOME}", "[red]x[/]"], 1)
 )
 def test_any_name_of_the_output(name, box, tmp_path):
     output = tmp_path / name.replace("/", "∕")
@@ -524,7 +517,7 @@ def replaced(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["plan", "train", "eval", "data show", "import"])
-@pytest.mark.parametrize("kind", ["pipe", "/proc/self/mem", "/proc/kmsg", "/dev/zero", "/proc/self/environ"])
+@pytest.mark.parametrize("kind", ["pipe", "/proc/self/mem", "/dev/zero"])
 def test_a_configuration_that_is_no_file(verb, kind, box, tmp_path):
     replaced(tmp_path / "run.yaml", kind)
     refused(called(*verb.split(), str(tmp_path / "run.yaml"), limit_s=10), "not a regular file", "run.yaml")
@@ -583,7 +576,7 @@ def test_links_of_a_hubs_cache_stay_in_it(box, tmp_path):
     refused(called("train", box.write(model=str(snapshot), output=str(tmp_path / "out"))), "a link to")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "/proc/kmsg", "/dev/zero"])
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])
 @pytest.mark.parametrize(("name", "changes"), [
     ("t.jsonl", {"data": {"path": "t.jsonl"}}), ("t.txt", {"data": {"path": "t.txt"}}),
     ("t.parquet", {"data": {"path": "t.parquet"}}), ("t.jsonl.gz", {"data": {"path": "t.jsonl.gz"}}),
@@ -609,10 +602,10 @@ def run_of_two(box, tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize(("name", "code", "says"), [
-    ("checkpoints/step-000002/manifest.json", 0, ""), ("checkpoints/step-000002/rank-0.safetensors", 0, ""),
-    ("checkpoints/best.json", 0, ""), ("data.json", 0, ""), ("metrics.jsonl", 2, "a named pipe"), ("run.yaml", 0, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(("name", "code", "says"), further([
+    ("checkpoints/step-000002/manifest.json", 0, ""), ("metrics.jsonl", 2, "a named pipe"), ("run.yaml", 0, ""),
+    ("checkpoints/step-000002/rank-0.safetensors", 0, ""), ("checkpoints/best.json", 0, ""), ("data.json", 0, ""),
+], 3))  # fmt: skip
 def test_a_file_of_a_run_that_is_none(name, code, says, box, run_of_two, tmp_path):
     output = tmp_path / "out"
     shutil.copytree(run_of_two, output)
@@ -770,7 +763,7 @@ def test_a_large_tokenizer_is_read_first(box, tmp_path, monkeypatch):
 # --- pages: whatever is in metrics.jsonl, a report or a model card ends no run and no export
 @pytest.mark.parametrize("change", further([
     {"peak_bytes": None, "memory_kind": 7}, {"lr": [1]}, {"step_s": "x"}, {"tokens_per_s": None}, {"tokens_per_s": {}},
-], 2))  # fmt: skip
+], 1))  # fmt: skip
 def test_lines_of_metrics_that_lack_or_garble_a_value(change, box, run_of_two, tmp_path):
     output = tmp_path / "out"
     shutil.copytree(run_of_two, output)

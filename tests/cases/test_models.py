@@ -53,7 +53,7 @@ def changed(base: Path, folder: Path) -> set[str]:
 
 
 # --- what training did not change
-@pytest.mark.parametrize("kind", further(sorted(KINDS, key=lambda kind: kind not in ("llama", "gpt_neox", "phi3")), 3))
+@pytest.mark.parametrize("kind", further(sorted(KINDS, key=lambda kind: kind not in ("llama", "phi3")), 2))
 def test_files_and_names_are_the_bases_own(kind, base, tmp_path):
     """After a run, and in a folder exported again; merged adapters too."""
     run = trained(tmp_path / "run", base(kind))
@@ -203,8 +203,7 @@ LLAMA3_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\
 
 
 @pytest.mark.parametrize(("kind", "tokenizer_class", "digits", "differs"), [
-    ("llama", "GPT2Tokenizer", 3, True), ("llama", "Qwen2Tokenizer", 3, True),
-    ("llama", "GPTNeoXTokenizerFast", 3, True), ("llama", "PreTrainedTokenizerFast", 3, False),
+    ("llama", "Qwen2Tokenizer", 3, True), ("llama", "PreTrainedTokenizerFast", 3, False),
     ("llama", "GPT2Tokenizer", None, False),
 ])  # fmt: skip
 def test_a_class_that_splits_otherwise_than_its_file(kind, tokenizer_class, digits, differs, base, tmp_path):
@@ -337,16 +336,16 @@ def test_rows_beyond_the_positions_that_a_family_has(base, tmp_path):
     assert ended.lines == ["asked", "found", "do"] and "2048 positions" in ended.err
 
 
-@pytest.mark.parametrize("written", [{"__float__": "Infinity"}, float("inf")])
-def test_infinity_in_config(written, base, tmp_path):
+def test_infinity_in_config(base, tmp_path):
     """As transformers 5 and 4 write it; kept where another value of the file changes."""
-    limits = {"time_step_limit": [0.0, written], "of_the_future": {"a": [written, {"__float__": "x"}]}}
+    limits: dict[str, object] = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    limits |= {"of_the_future": {"a": [float("inf"), {"__float__": "x"}]}, "other_limit": [0.0, float("inf")]}
     folder = edited(base("gpt_neox"), tmp_path / "base", torch_dtype="bfloat16", **limits)
     run = trained(tmp_path / "run", folder)
     old, new = (json.loads((f / "config.json").read_text()) for f in (folder, run / "model"))
     assert new == {**old, "torch_dtype": "float32"}
     read = [AutoModelForCausalLM.from_pretrained(run / "model").config, _opened(folder, old, torch.float32).config]
-    assert all(config.time_step_limit == [0.0, float("inf")] for config in read)
+    assert all(config.time_step_limit == config.other_limit == [0.0, float("inf")] for config in read)
     assert all(config.of_the_future == {"a": [float("inf"), {"__float__": "x"}]} for config in read)
 
 
@@ -362,7 +361,7 @@ def test_a_state_that_runs_on_takes_rows_of_one_document(base, tmp_path):
     assert '"__float__"' in (folder / "config.json").read_text()
     refused = optrush("train", write_run(tmp_path / "run", folder))
     assert refused.code == 2 and refused.lines == ["asked", "found", "do"] and "leave packing out" in refused.err
-    run = trained(tmp_path / "alone", folder, with_={})
+    run = trained(tmp_path / "alone", folder, with_={}, train={"steps": 1})
     assert optrush("eval", tmp_path / "alone" / "run.yaml", "--model", run / "model").code == 0
 
 
@@ -396,7 +395,7 @@ def convolved(tmp_path_factory):
 @pytest.mark.parametrize("with_", further([
     {"packing": {}}, {}, {"lora": {"rank": 2, "targets": ["in_proj", "q_proj"]}}, {"wrap": {}},
     {"attention": {"impl": "sdpa"}, "packing": {}}, {"recompute": {}, "packing": {}}, {"sort-by-length": {}},
-], 2), ids=str)  # fmt: skip
+], 1), ids=str)  # fmt: skip
 def test_convolutions_are_trained_in_every_layout(with_, convolved, tmp_path):
     run = trained(tmp_path / "run", convolved, with_=with_)
     again = optrush("export", run, "--out", tmp_path / "again")
@@ -491,7 +490,7 @@ def test_pieces_alone(base, tmp_path):
     assert "tiktoken" not in refused.err.partition("asked:")[2]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize(("key", "value", "found"), [
     ("torch_dtype", "nope", "torch_dtype"), ("dtype", "auto", "dtype"), ("id2label", 3, "config.json"),
     ("auto_map", 3, "config.json"), ("rope_scaling", {"rope_type": "yarn"}, "config.json"),

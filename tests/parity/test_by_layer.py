@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,11 @@ def routed(tmp_path_factory):
     return written(tmp_path_factory.mktemp("routed"), EXPERTS["gemma4_text-experts"])
 
 
+@cache
+def plain(box: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    return trained(box)
+
+
 def trained(box: Path, **with_: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
     job = assembled(golden_run(box, packed=True, **with_))
     return list(steps(job, 2)), weights(job)
@@ -187,7 +193,7 @@ def trained(box: Path, **with_: Any) -> tuple[list[Any], dict[str, torch.Tensor]
 def test_recomputing_is_exact(wide, name):
     """Keys and values leave the block that runs again, and enter others."""
     with_ = {"every": {"recompute": {"every": 2}}, "selective_recompute": {name: {"ops": "attention"}}}
-    base, again = trained(wide), trained(wide, **with_.get(name, {name: {}}))
+    base, again = plain(wide), trained(wide, **with_.get(name, {name: {}}))
     assert again[0] == base[0] and all(torch.equal(again[1][n], want) for n, want in base[1].items())
 
 
@@ -195,18 +201,13 @@ def first(box: Path, with_: dict[str, Any]) -> tuple[float, dict[str, torch.Tens
     return of_transformers(assembled(golden_run(box, **with_)))
 
 
-@pytest.mark.parametrize("with_", further([{"fsdp": {}}, {"ddp": {}}, {"fsdp": {"stage": 2}, "recompute": {}}], 1))
-def test_two_ranks(wide, pair, with_):
-    loss, want = first(wide, {})
-    for mine, grads in pair(first, wide, with_):
-        assert mine == pytest.approx(loss, rel=1e-5)
-        assert not grads or furthest(grads, want) < 1e-4
-
-
-@pytest.mark.parametrize("with_", further([{"ddp": {}, "experts": {"size": 2}}, {"fsdp": {}}], 1))
-def test_two_ranks_with_experts(routed, pair, with_):
-    loss, want = first(routed, {})
-    for mine, grads in pair(first, routed, with_):
+@pytest.mark.parametrize(("kind", "with_"), further(
+    [("wide", {"fsdp": {}}), ("routed", {"ddp": {}, "experts": {"size": 2}}), ("wide", {"ddp": {}}),
+     ("routed", {"fsdp": {}}), ("wide", {"fsdp": {"stage": 2}, "recompute": {}})], 2))  # fmt: skip
+def test_two_ranks(kind, request, pair, with_):
+    box = request.getfixturevalue(kind)
+    loss, want = first(box, {})
+    for mine, grads in pair(first, box, with_):
         assert mine == pytest.approx(loss, rel=1e-5)
         assert not grads or furthest(grads, want) < 1e-4
 

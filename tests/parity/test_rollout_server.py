@@ -22,6 +22,7 @@ from peft import PeftModel
 from test_grpo import folder, grpo_run  # noqa: F401
 from transformers import AutoModelForCausalLM
 
+from meshes import further
 from optrush.config import parse_config
 from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError, UserError
@@ -30,7 +31,7 @@ from optrush.trainer import rollout_server, run_dir
 from optrush.trainer import run as fit
 from optrush.trainer.dry_run import dry_run
 
-from trials import assembled, metrics
+from trials import metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's own
 
@@ -333,9 +334,8 @@ def test_answers_that_cannot_be_learnt_from(folder, served, answer, found, do):
     server = served()
     server.answer = answer
     sets = [f"rollout.timeout={0.5 if answer is slept else 60}", "grpo.prompts=1"]
-    trainer = assembled(run_with(folder, server, *sets, rows=2, lora={"rank": 4}))
     with pytest.raises(UserError) as error:
-        next(trainer.batches)
+        metrics(run_with(folder, server, *sets, rows=2, lora={"rank": 4}))
     assert found in error.value.found and do in error.value.do and server.url in error.value.asked
 
 
