@@ -361,7 +361,9 @@ def test_a_state_that_runs_on_takes_rows_of_one_document(base, tmp_path):
     assert '"__float__"' in (folder / "config.json").read_text()
     refused = optrush("train", write_run(tmp_path / "run", folder))
     assert refused.code == 2 and refused.lines == ["asked", "found", "do"] and "leave packing out" in refused.err
-    run = trained(tmp_path / "alone", folder, with_={}, train={"steps": 1})
+    rows = [{"text": f"Oslo is {i} miles away."} for i in range(4)]
+    small = {"rows": rows, "train": {"steps": 1}, "batch": {"seq": 32, "tokens": 64}}
+    run = trained(tmp_path / "alone", folder, with_={}, **small)
     assert optrush("eval", tmp_path / "alone" / "run.yaml", "--model", run / "model").code == 0
 
 

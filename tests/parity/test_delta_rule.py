@@ -18,13 +18,12 @@ from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
 from optrush.models import delta_rule
 from optrush.models.decoder import Decoder
-from optrush.models.hf import load
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import baseline, search
 from optrush.techniques.attention import Attention, check_package
 
 from memory import supposed, track
-from parity_models import EXPERTS, FAMILIES, compare_isolated, materialise, packed
+from parity_models import packed
 from trials import shaped
 
 QWEN35: dict[str, Any] = {
@@ -102,13 +101,6 @@ def test_a_document_changes_no_bit_of_another():
     assert torch.equal(one[:, :70], two[:, :70]) and torch.equal(one[:, 120:], two[:, 120:])
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
-def test_documents_of_a_model(name):
-    ours, recipe = load(None, {**FAMILIES, **EXPERTS}[name], "native", torch.float32, 0)
-    assert isinstance(ours, Decoder)
-    compare_isolated(materialise(ours, recipe))
-
-
 @pytest.mark.parametrize("hf", [QWEN35, NEXT, MOE], ids=lambda hf: hf["model_type"])
 def test_published_sizes(hf):
     """Counted by transformers on the meta device, from the same config.json."""
@@ -139,9 +131,6 @@ def test_a_plan_counts_what_the_rule_saves(with_):
         assert any("delta rule: plain" in note for note in job.notes)
         found = track(job, 1, supposed=True, cuda=True)
     assert said == pytest.approx(found.peak, rel=0.02)
-
-
-OTHER = "layers of a delta rule, whose matrices it does not support"
 
 
 def test_the_package_within_a_compiled_graph(monkeypatch):
@@ -181,22 +170,6 @@ def test_the_package_within_a_compiled_graph(monkeypatch):
     compiled = torch.compile(delta_rule._operator, backend="aot_eager", fullgraph=True)
     for want, got in zip(compute(delta_rule._by_package), compute(compiled), strict=True):
         assert want.abs().max() > 0 and torch.equal(want, got)
-
-
-REFUSED = [
-    ("tensor:size=2", OTHER, 2), ("pipeline:size=2", OTHER, 2), ("context:size=2", OTHER, 2), ("fp8", OTHER, 1),
-    ("muon", OTHER, 1), ("cuda-graphs", OTHER, 1), ("fused-kernels:mlp=quack", OTHER, 1),
-    ("fused-kernels:norm=true", "norms multiply by 1 \\+ weight", 1),
-    ("fused-kernels:rope=true", "the model normalizes each of them first", 1),
-]  # fmt: skip
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("technique", "found", "ranks"), REFUSED, ids=str)
-def test_what_has_no_way_to_it(technique, found, ranks):
-    device, _ = hardware.parse_hardware("h100")
-    with pytest.raises(NeedsError, match=found):
-        decide(shaped("delta", "bf16", "compile", technique, seq=1024, rows=2), device=device, ranks=ranks)
 
 
 @pytest.mark.parametrize(("capability", "triton", "tilelang", "found"), [

@@ -10,7 +10,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from optrush import config as configuration
-from optrush import hardware
 from optrush.decide import decide
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.decoder import Decoder
@@ -19,17 +18,7 @@ from optrush.models.shapes import SHAPES, ModelShape
 from optrush.peft import io
 from optrush.planner import search
 
-from parity_models import (
-    EXPERTS,
-    FAMILIES,
-    compare_alone,
-    compare_gradients,
-    compare_isolated,
-    materialise,
-    packed,
-    reference,
-    save,
-)
+from parity_models import EXPERTS, FAMILIES, compare_gradients, materialise, packed, reference, save
 from trials import assembled, shaped
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
@@ -67,22 +56,6 @@ def test_published_sizes(hf):
     assert shape.latent is not None and shape.latent.scale == pytest.approx(
         theirs.model.layers[0].self_attn.scaling * shape.head_width**0.5
     )
-
-
-@pytest.mark.parametrize("name", ["deepseek_v2", "youtu"])
-def test_documents_do_not_see_each_other(name, tmp_path):
-    """To the bit, under both kernels, which agree; and equal to each document alone."""
-    ours, recipe = load(None, {**FAMILIES, **EXPERTS}[name], "native", torch.float32, 0)
-    assert isinstance(ours, Decoder)
-    materialise(ours, recipe)
-    batch = packed([[5, 7, 3], [19, 1]], 20, 61)
-    found = []
-    for impl in ("masked", "sdpa"):
-        ours.set_attention(impl)
-        compare_alone(ours)
-        compare_isolated(ours)
-        found.append(ours(batch.tokens, batch.positions, batch.documents)[batch.documents.filled])
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 def run(folder: Path, output: Path, **lora: Any) -> Any:
@@ -151,28 +124,6 @@ def test_a_plan_needs_the_sizes_only():
             peaks[shape, len(withs)] = search.predict(shaped(shape, *withs, seq=1024, rows=1), "b200").peak_bytes
         known = 2 * ModelShape.read(hf).parameters
         assert 4 * known <= peaks[shape, 3] and known <= peaks[shape, 4] < 2 * known
-
-
-REFUSED = [
-    ("tensor:size=2", "latent attention, whose matrices it does not support", 2),
-    ("pipeline:size=2", "latent attention, whose matrices it does not support", 2),
-    ("context:size=2", "latent attention, whose matrices it does not support", 2),
-    ("fp8", "latent attention, whose matrices it does not support", 1),
-    ("muon", "latent attention, whose matrices it does not support", 1),
-    ("cuda-graphs", "latent attention, whose matrices it does not support", 1),
-    ("fused-kernels:mlp=quack", "latent attention, whose matrices it does not support", 1),
-    ("fused-kernels:rope=true", "by several matmuls, through latents", 1),
-    ("attention:impl=fa4", "query and key heads of 192, value heads of 128", 1),
-    ("attention:impl=cudnn", "query and key heads of 192, value heads of 128", 1),
-]
-
-
-@pytest.mark.usefixtures("youtu")
-@pytest.mark.parametrize(("technique", "found", "ranks"), REFUSED, ids=str)
-def test_what_has_no_way_to_it(technique, found, ranks):
-    device, _ = hardware.parse_hardware("h100")
-    with pytest.raises(NeedsError, match=found):
-        decide(shaped("latent", "bf16", "compile", technique, seq=1024, rows=2), device=device, ranks=ranks)
 
 
 @pytest.mark.parametrize(("name", "given", "found"), [

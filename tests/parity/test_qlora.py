@@ -254,25 +254,39 @@ def said(tensors, **values):
     tensors[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
-def test_without_nf4(folders, tmp_path):
-    _, four = folders("llama")
-    for with_ in ({}, {"lora": {}}, {"int8": {}, "lora": {}}):
-        with pytest.raises(NeedsError) as caught:
-            decide(run(four, tmp_path / "run", **with_))
-        assert "method bitsandbytes" in caught.value.found and caught.value.do == "add --with nf4 --with lora"
+def bitsandbytes_of(**values):
+    return lambda hf: hf["quantization_config"].update(values)
 
 
-@pytest.mark.parametrize(("values", "text"), [
-    ({"quant_method": "hqq"}, "method hqq"), ({"quant_method": "gptq", "bits": 3}, "method gptq, 3 bits"),
-    ({"bnb_4bit_quant_type": "fp4"}, "they are fp4 in uint8"),
-    ({"bnb_4bit_quant_storage": "bfloat16"}, "they are nf4 in bfloat16"),
-    ({"load_in_4bit": False, "load_in_8bit": True}, "they are int8"),
+def silent(hf):
+    del hf["quantization_config"]
+
+
+NF4 = {"nf4": {}, "lora": {}}
+ADD, USE = "add --with nf4 --with lora", "use --with nf4:double=true"
+
+
+@pytest.mark.parametrize(("edit", "with_", "found", "do"), [
+    *((None, with_, "method bitsandbytes", ADD) for with_ in ({}, {"lora": {}}, {"int8": {}, "lora": {}})),
+    (bitsandbytes_of(quant_method="hqq"), NF4, "method hqq", "unquantised"),
+    (bitsandbytes_of(quant_method="gptq", bits=3), NF4, "method gptq, 3 bits", "unquantised"),
+    (bitsandbytes_of(bnb_4bit_quant_type="fp4"), NF4, "they are fp4 in uint8", "unquantised"),
+    (bitsandbytes_of(bnb_4bit_quant_storage="bfloat16"), NF4, "they are nf4 in bfloat16", "unquantised"),
+    (bitsandbytes_of(load_in_4bit=False, load_in_8bit=True), NF4, "they are int8", "unquantised"),
+    (silent, {}, "is packed in 4 bits", ADD), (silent, {"nf4": {"double": False}, "lora": {}}, "quantised scales", USE),
+    (silent, {"int8": {}, "lora": {}}, "in 8 bits", USE),
+    *((lambda hf: hf.update(quantization_config=["nf4"]), with_, "not a mapping", "") for with_ in (NF4, {})),
 ])  # fmt: skip
-def test_other_methods(folders, tmp_path, values, text):
-    folder = changed(folders, tmp_path, config_edit=lambda hf: hf["quantization_config"].update(values))
-    with pytest.raises((NeedsError, ConfigError), match=text) as caught:
-        decide(run(folder, tmp_path / "run", nf4={}, lora={}))
-    assert "unquantised" in caught.value.do
+def test_what_config_json_says(folders, tmp_path, edit, with_, found, do):
+    """Where it says nothing, the tensors do; read as another form their values would be none."""
+    folder = changed(folders, tmp_path, config_edit=edit)
+    with pytest.raises((NeedsError, ConfigError), match=found) as caught:
+        assembled(run(folder, tmp_path / "run", **with_))
+    assert do in caught.value.do
+
+
+def test_a_config_that_says_nothing(folders, tmp_path):
+    assembled(run(changed(folders, tmp_path, config_edit=silent), tmp_path / "run", **NF4))
 
 
 def test_scales_quantised_otherwise_than_asked(folders, tmp_path):
@@ -281,28 +295,6 @@ def test_scales_quantised_otherwise_than_asked(folders, tmp_path):
         with pytest.raises(ConfigError, match=f"nf4:double={not double}") as caught:
             decide(run(four, tmp_path / "run", nf4={"double": not double}, lora={}))
         assert caught.value.do == f"use --with nf4:double={str(double).lower()}"
-
-
-def test_a_config_that_does_not_say_so(folders, tmp_path):
-    folder = changed(folders, tmp_path, config_edit=lambda hf: hf.pop("quantization_config"))
-    with pytest.raises(NeedsError, match="is packed in 4 bits") as caught:
-        assembled(run(folder, tmp_path / "run"))
-    assert caught.value.do == "add --with nf4 --with lora"
-
-
-def test_a_config_that_says_nothing_or_another_thing(folders, tmp_path):
-    """The tensors say in which form they are; read as another their values would be none."""
-    silent = changed(folders, tmp_path, config_edit=lambda hf: hf.pop("quantization_config"))
-    for with_, text in (({"nf4": {"double": False}}, "quantised scales"), ({"int8": {}}, "in 8 bits")):
-        with pytest.raises(NeedsError, match=text) as caught:
-            assembled(run(silent, tmp_path / "run", lora={}, **with_))
-        assert caught.value.do.startswith("use --with nf4:double=true")
-    assembled(run(silent, tmp_path / "run", lora={}, nf4={}))
-    shutil.rmtree(silent)
-    odd = changed(folders, tmp_path, config_edit=lambda hf: hf.update(quantization_config=["nf4"]))
-    for with_, kind in (({"nf4": {}, "lora": {}}, ConfigError), ({}, NeedsError)):
-        with pytest.raises(kind, match="not a mapping"):
-            decide(run(odd, tmp_path / "run", **with_))
 
 
 def test_through_transformers(folders, tmp_path):

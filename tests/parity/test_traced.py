@@ -60,8 +60,6 @@ GRANITE_MOE = {"model_type": "granitemoe", "num_experts_per_tok": 8, "tie_word_e
 # As published, with the parameters in millions that their makers count (of images and text, the language model's).
 PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     "gemma-2-2b": (2614, sizes(2304, 9216, 26, 8, 4, 256000, head_dim=256, **GEMMA2)),
-    "gemma-2-9b": (9242, sizes(3584, 14336, 42, 16, 8, 256000, head_dim=256, **GEMMA2)),
-    "gemma-3-270m": (268, sizes(640, 2048, 18, 4, 1, 262144, head_dim=256, model_type="gemma3_text")),
     "gemma-3-1b": (1000, sizes(1152, 6912, 26, 4, 1, 262144, head_dim=256, model_type="gemma3_text")),
     "gemma-3-4b": (
         3880,
@@ -70,17 +68,14 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
             "text_config": sizes(2560, 10240, 34, 8, 4, 262208, head_dim=256, model_type="gemma3_text"),
         },
     ),
-    "phi-4": (14660, sizes(5120, 17920, 40, 40, 10, 100352, model_type="phi3")),
     "phi-4-mini": (
         3836,
         sizes(3072, 8192, 32, 24, 8, 200064, model_type="phi3", partial_rotary_factor=0.75, tie_word_embeddings=True),
     ),
     "granite-3.3-2b": (2534, sizes(2048, 8192, 40, 32, 8, 49159, model_type="granite", tie_word_embeddings=True)),
-    "olmo-2-7b": (7299, sizes(4096, 11008, 32, 32, 32, 100352, model_type="olmo2")),
     "olmo-2-1b": (1485, sizes(2048, 8192, 16, 16, 16, 100352, model_type="olmo2")),
     "smollm3-3b": (3075, sizes(2048, 11008, 36, 16, 4, 128256, model_type="smollm3", tie_word_embeddings=True)),
     "command-r7b": (8028, sizes(4096, 14336, 32, 32, 8, 256000, model_type="cohere2", sliding_window=4096)),
-    "aya-8b": (8028, sizes(4096, 14336, 32, 32, 8, 256000, model_type="cohere")),
     "nemotron-nano-9b-v2": (8888, sizes(4480, 15680, 56, 40, 8, 131072, **NEMOTRON_H)),
     "lfm2-1.2b": (
         1170,
@@ -107,13 +102,10 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     "granite-3.0-1b-a400m": (1335, sizes(1024, 512, 24, 16, 8, 49155, **GRANITE_MOE, num_local_experts=32)),
     "granite-3.0-3b-a800m": (3299, sizes(1536, 512, 32, 24, 8, 49155, **GRANITE_MOE, num_local_experts=40)),
     "gpt2": (124, {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}),
-    "gemma-2-27b": (27227, sizes(4608, 36864, 46, 32, 16, 256000, head_dim=128, **GEMMA2, query_pre_attn_scalar=144)),
     "command-r-08-2024": (
         32296,
         sizes(8192, 24576, 40, 64, 8, 256000, model_type="cohere", logit_scale=0.0625, tie_word_embeddings=True),
     ),
-    "starcoder2-7b": (7174, sizes(4608, 18432, 32, 36, 4, 49152, model_type="starcoder2", use_bias=True)),
-    "starcoder2-15b": (15655, sizes(6144, 24576, 40, 48, 4, 49152, model_type="starcoder2", use_bias=True)),
     "stablelm-2-1.6b": (
         1645,
         sizes(2048, 5632, 24, 32, 32, 100352, model_type="stablelm", use_qkv_bias=True, partial_rotary_factor=0.25),
@@ -144,18 +136,11 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     ),
     "llama-3.1-8b": (8030, sizes(4096, 14336, 32, 32, 8, 128256, model_type="llama")),
     "mistral-7b": (7248, sizes(4096, 14336, 32, 32, 8, 32768, model_type="mistral", sliding_window=None)),
-    "smollm2-1.7b": (
-        1711, sizes(2048, 8192, 24, 32, 32, 49152, model_type="llama", tie_word_embeddings=True),
-    ),
     "phi-3-mini": (3821, sizes(3072, 8192, 32, 32, 32, 32064, model_type="phi3", sliding_window=2047)),
-    "granite-3.3-8b": (
-        8171, sizes(4096, 12800, 40, 32, 8, 49159, model_type="granite", tie_word_embeddings=True),
-    ),
     "olmo-3-7b": (7298, sizes(4096, 11008, 32, 32, 32, 100278, model_type="olmo3")),
     "ernie-4.5-0.3b": (
         361, sizes(1024, 3072, 18, 16, 2, 103424, head_dim=128, model_type="ernie4_5", tie_word_embeddings=True),
     ),
-    "yi-1.5-9b": (8829, sizes(4096, 11008, 48, 32, 4, 64000, model_type="llama")),
     "gpt-oss-20b": (
         20915,
         sizes(2880, 2880, 24, 64, 8, 201088, head_dim=64, model_type="gpt_oss", num_local_experts=32),
