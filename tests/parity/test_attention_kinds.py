@@ -221,8 +221,9 @@ def test_what_has_no_way_to_it(shape, technique, found, card):
     """flash-attn-4 has no gradients with sinks on the newest cards for desktops."""
     device, _ = hardware.parse_hardware(card)
     more, ranks = ["compile"] * (shape in ("latent", "delta")), 1 + ("size=2" in technique)
+    seq = 128 if shape == "gpt-oss-20b" else 1024  # as long as its window
     with pytest.raises(NeedsError, match=found):
-        decide(shaped(shape, "bf16", *more, technique, seq=1024, rows=2), device=device, ranks=ranks)
+        decide(shaped(shape, "bf16", *more, technique, seq=seq, rows=2), device=device, ranks=ranks)
 
 
 @pytest.mark.usefixtures("odd")
