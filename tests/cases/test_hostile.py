@@ -241,13 +241,15 @@ def test_links_of_other_programs(box, tmp_path):
     """The output may be a link, as to a larger disk, and links within it may lead to its own files; a tracker keeps
     links to its own cache in its folder, and what optrush does not write is not examined either."""
     output, disk = tmp_path / "out", tmp_path / "disk"
-    for name, target in (("tracker/latest", "../tracker"), ("tracker/logs/core.log", tmp_path / "elsewhere"),
-                         ("notes/plan", tmp_path / "elsewhere")):  # fmt: skip
-        (disk / name).parent.mkdir(parents=True, exist_ok=True)
-        (disk / name).symlink_to(target)
+    (disk / "tracker").mkdir(parents=True)
+    (disk / "tracker" / "latest").symlink_to("../tracker")
     output.symlink_to(disk)
-    ended = called("train", box.write(output=str(output), train={"steps": 1, "export": False}), "--resume", "auto")
-    assert ended.code == 0, ended
+    config = box.write(output=str(output), train={"steps": 1, "export": False})
+    assert (ended := called("train", config)).code == 0, ended
+    for name in ("tracker/wandb/offline-run/logs/debug-core.log", "notes/plan"):
+        (disk / name).parent.mkdir(parents=True)
+        (disk / name).symlink_to(tmp_path / "elsewhere")
+    assert (ended := called("train", config, "--resume", "auto")).code == 0, ended
 
 
 @pytest.mark.parametrize("name", [".lock", "rungs/x.json", "report.html"])
