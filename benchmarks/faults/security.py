@@ -1,4 +1,4 @@
-"""Meet every payload of the corpus in tests/cases with the command line; print one line of JSON, and what failed.
+"""Meet every payload of the corpus (payloads.py) with the command line; print one line of JSON, and what failed.
 
 python benchmarks/faults/security.py [--kind KIND] [--name PART]
 """

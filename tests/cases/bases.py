@@ -1,16 +1,10 @@
 """Tiny random models in the layout that transformers 4 writes, and the command line in this process."""
 
-from __future__ import annotations
-
-import contextlib
-import io
 import json
 import shutil
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
@@ -18,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from optrush.cli import app
+from hostile import called
 
 logging.disable_progress_bar()
 BOS, EOS, UNK = "<s>", "</s>", "<unk>"
@@ -34,31 +28,24 @@ KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "llama": ({"model_type": "llama"}, "PreTrainedTokenizerFast", ()),
     "llama-pieces": ({"model_type": "llama"}, "LlamaTokenizer", ("tokenizer.model",)),
     "mistral": ({"model_type": "mistral", "sliding_window": None}, "LlamaTokenizerFast", ("tokenizer.model",)),
-    "qwen2": (
-        {"model_type": "qwen2", "tie_word_embeddings": True}, "Qwen2Tokenizer",
-        ("vocab.json", "merges.txt", "added_tokens.json"),
-    ),
+    "qwen2": ({
+        "model_type": "qwen2", "tie_word_embeddings": True,
+    }, "Qwen2Tokenizer", ("vocab.json", "merges.txt", "added_tokens.json")),
     "gpt_neox": ({"model_type": "gpt_neox"}, "GPTNeoXTokenizerFast", ()),
-    "gpt2": (
-        {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}, "GPT2Tokenizer",
-        ("vocab.json", "merges.txt"),
-    ),
-    "phi3": (
-        {"model_type": "phi3", "pad_token_id": 2, "original_max_position_embeddings": 64, "rope_scaling": LONGROPE},
-        "LlamaTokenizerFast", ("tokenizer.model", "added_tokens.json"),
-    ),
-    "gemma2": (
-        {"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64, "pad_token_id": 0},
-        "GemmaTokenizerFast", ("tokenizer.model",),
-    ),
-    "gemma4_text": (
-        {
-            "model_type": "gemma4_text", "num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 64,
-            "pad_token_id": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300,
-        },
-        "GemmaTokenizerFast", ("tokenizer.model",),
-    ),
+    "gpt2": ({
+        "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256,
+    }, "GPT2Tokenizer", ("vocab.json", "merges.txt")),
+    "phi3": ({
+        "model_type": "phi3", "pad_token_id": 2, "original_max_position_embeddings": 64, "rope_scaling": LONGROPE,
+    }, "LlamaTokenizerFast", ("tokenizer.model", "added_tokens.json")),
+    "gemma2": ({
+        "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64, "pad_token_id": 0,
+    }, "GemmaTokenizerFast", ("tokenizer.model",)),
+    "gemma4_text": ({
+        "model_type": "gemma4_text", "num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 64,
+        "pad_token_id": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300,
+    }, "GemmaTokenizerFast", ("tokenizer.model",)),
 }  # fmt: skip
 
 
@@ -117,29 +104,9 @@ def write_tokenizer(folder: Path, kind: str, files: tuple[str, ...]) -> Tokenize
     return engine
 
 
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def lines(self) -> list[str]:
-        """The first words of what was printed as an error."""
-        return [line.partition(":")[0] for line in self.err.strip().splitlines()]
-
-
-def optrush(*arguments: object) -> Ended:
+def optrush(*arguments):
     """`optrush ARGUMENTS` in this process."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        patch.setattr(sys, "argv", ["optrush", *map(str, arguments)])
-        try:
-            app.main()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    return Ended(code, out.getvalue(), err.getvalue())
+    return called(*map(str, arguments))
 
 
 def write_run(folder: Path, base: Path | str, rows: list[dict[str, Any]] | None = None, **changes: Any) -> Path:

@@ -1,7 +1,5 @@
 """What a stranger may have put into a file, and what a command made of it: shared by tests and benchmarks/faults."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -32,6 +30,11 @@ class Ended(NamedTuple):
     out: str
     err: str
     failure: str
+
+    @property
+    def lines(self) -> list[str]:
+        """The first words of what was printed as an error."""
+        return [line.partition(":")[0] for line in self.err.strip().splitlines()]
 
     @property
     def refused(self) -> bool:

@@ -1,11 +1,10 @@
 """Hostile files and disks: exit code 2 in three lines that name the place, or accepted and right."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,18 @@ from meshes import further
 from optrush.models.config_json import read_config_json
 
 from hostile import LIMIT_S, Box, called, within
-from payloads import Payload, corpus, verdict
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "faults"))
+from payloads import corpus, verdict
 
 
 @pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
+def box(tmp_path_factory):
     return Box(tmp_path_factory.mktemp("hostile"))
 
 
 @pytest.fixture(autouse=True)
-def _alone(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def _alone(box, monkeypatch):
     monkeypatch.chdir(box.folder)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
@@ -70,19 +71,19 @@ UNPLANNED = "an unknown activation"  # a plan counts bytes, and has no table of 
     ("name", "verb"),
     [(name, verb) for name in WRONG for verb in ("train", "plan") if (name, verb) != (UNPLANNED, "plan")],
 )
-def test_a_wrong_value_in_config_json(name: str, verb: str, box: Box) -> None:
+def test_a_wrong_value_in_config_json(name, verb, box):
     changes, key = WRONG[name]
     refused(called(verb, box.write(model=str(box.edited(**changes)))), "edited/config.json", key)
     assert not (box.folder / "out").exists()
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 5000, '{"a": ' + "9" * 5000 + "}", "\x00", '{"a": "\\ud8'])
-def test_a_config_json_that_is_none(text: str, box: Box) -> None:
+def test_a_config_json_that_is_none(text, box):
     refused(called("train", box.write(model=str(box.edited(text)))), "edited/config.json", "not JSON")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]"])
-def test_a_generation_config_that_is_none(text: str, box: Box, tmp_path: Path) -> None:
+def test_a_generation_config_that_is_none(text, box, tmp_path):
     folder = box.edited()
     (folder / "generation_config.json").write_text(text)
     model, data = {"path": str(folder), "chat_template": "chatml"}, {"path": str(box.folder / "chat.jsonl")}
@@ -90,7 +91,7 @@ def test_a_generation_config_that_is_none(text: str, box: Box, tmp_path: Path) -
     refused(called("train", config), "edited/generation_config.json", "download the model again")
 
 
-def test_a_large_or_deep_config_json(box: Box) -> None:
+def test_a_large_or_deep_config_json(box):
     deep: dict[str, Any] = {}
     for _ in range(100):
         deep = {"a": deep}
@@ -99,14 +100,14 @@ def test_a_large_or_deep_config_json(box: Box) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_more_layers_than_the_files_have(implementation: str, box: Box) -> None:
+def test_more_layers_than_the_files_have(implementation, box):
     """Refused at once, with the size that it would be; nothing is built."""
     folder = box.edited(num_hidden_layers=1_000_000)
     ended = called("train", box.write(model={"path": str(folder), "implementation": implementation}))
     refused(ended, "1,000,000 layers", "393,600,393,408 parameters", "38 tensors", "config.json fits the weights")
 
 
-def test_a_model_to_talk_to(box: Box) -> None:
+def test_a_model_to_talk_to(box):
     """The verbs that read a folder through transformers refuse it the same way."""
     prompts = box.folder / "prompts.jsonl"
     prompts.write_text('{"prompt": "Soup"}\n')
@@ -122,7 +123,7 @@ def test_a_model_to_talk_to(box: Box) -> None:
         {"eos_token_id": [1, 2], "pad_token_id": -1, "initializer_range": 1, "unheard_of": {"a": [1.5, "x", None]}},
     ],
 )
-def test_values_that_are_right(changes: dict[str, Any], box: Box) -> None:
+def test_values_that_are_right(changes, box):
     folder = box.edited(**changes)
     assert read_config_json(folder / "config.json").items() >= changes.items()
 
@@ -153,14 +154,14 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_yaml(name: str, box: Box) -> None:
+def test_yaml(name, box):
     text, says = TEXTS[name]
     ended = called("train", box.write(text))
     refused(ended, *says)
     assert max(map(len, ended.err.splitlines())) < 1100
 
 
-def test_many_names_of_files(tmp_path: Path) -> None:
+def test_many_names_of_files(tmp_path):
     """Shards by their names are read; so is what a run writes of them, however long absolute names make it."""
     from optrush.config import dump_config, parse_config
     from optrush.errors import ConfigError
@@ -183,7 +184,7 @@ def test_many_names_of_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", further(["  - /corpus/of/many/shards/{i:06}.parquet\n", "'", "k{i}: 1\n", "- 1\n", "- x\n\n", "# x\n"], 1)
 )
-def test_the_longest_yaml_is_read_soon(line: str) -> None:
+def test_the_longest_yaml_is_read_soon(line):
     from optrush.config import LONGEST_YAML, parse_yaml
     from optrush.errors import ConfigError
 
@@ -194,19 +195,19 @@ def test_the_longest_yaml_is_read_soon(line: str) -> None:
         parse_yaml(text[:LONGEST_YAML], "run.yaml")
 
 
-def test_more_values_than_are_read(box: Box) -> None:
+def test_more_values_than_are_read(box):
     ended = called("train", box.write("a:\n" + "- 1\n" * 50_000))
     refused(ended, "run.yaml:49999", "more than 50,000 values and keys", "data.path")
 
 
-def test_flags_take_the_same_values(box: Box) -> None:
+def test_flags_take_the_same_values(box):
     """What is no value of YAML is a text, as a pattern of names is; a tag is refused."""
     refused(called("train", box.write(), "--set", "seed=" + "[" * 1000), "--set seed=", "`seed`", "give a whole number")
     refused(called("train", box.write(), "--set", "seed=!!python/object:os.system x"), "python/object")
     refused(called("train", box.write(), "--set", "data.path=*.nothing"), "*.nothing")
 
 
-def test_a_card_that_is_a_bomb(tmp_path: Path) -> None:
+def test_a_card_that_is_a_bomb(tmp_path):
     """The front matter of the base's README is of strangers too; its licence is left out, and the card is written."""
     from optrush.model_card import _licence
 
@@ -219,13 +220,11 @@ def test_a_card_that_is_a_bomb(tmp_path: Path) -> None:
 
 
 # --- the output folder: nothing is written through a link out of it, and nothing that the run reads is overwritten
-
-
 @pytest.mark.parametrize(
     "name",
     ["report.html.tmp", "loss.png", "metrics.jsonl", "run.yaml", ".lock", "checkpoints", "tensorboard/x", "tracker"],
 )
-def test_a_link_out_of_the_output(name: str, box: Box, tmp_path: Path) -> None:
+def test_a_link_out_of_the_output(name, box, tmp_path):
     target, output = tmp_path / "target", tmp_path / "out"
     if name in ("checkpoints", "tracker"):
         target.mkdir()
@@ -238,28 +237,23 @@ def test_a_link_out_of_the_output(name: str, box: Box, tmp_path: Path) -> None:
     assert list(target.iterdir()) == [] if target.is_dir() else target.read_text() == "mine"
 
 
-def test_links_that_stay_inside(box: Box, tmp_path: Path) -> None:
-    """The output may be a link, as to a larger disk; links within it may lead to its own files."""
-    (tmp_path / "disk" / "tracker").mkdir(parents=True)
-    (tmp_path / "disk" / "tracker" / "latest").symlink_to("../tracker")
-    (tmp_path / "out").symlink_to(tmp_path / "disk")
-    ended = called("train", box.write(output=str(tmp_path / "out")))
-    assert ended.code == 0, ended
-
-
-def test_links_of_other_programs(box: Box, tmp_path: Path) -> None:
-    """A tracker keeps links to its own cache in its folder; what optrush does not write is not examined either."""
-    output = tmp_path / "out"
-    assert called("train", box.write(output=str(output), train={"steps": 1, "export": False})).code == 0
+def test_links_of_other_programs(box, tmp_path):
+    """The output may be a link, as to a larger disk, and links within it may lead to its own files; a tracker keeps
+    links to its own cache in its folder, and what optrush does not write is not examined either."""
+    output, disk = tmp_path / "out", tmp_path / "disk"
+    (disk / "tracker").mkdir(parents=True)
+    (disk / "tracker" / "latest").symlink_to("../tracker")
+    output.symlink_to(disk)
+    config = box.write(output=str(output), train={"steps": 1, "export": False})
+    assert (ended := called("train", config)).code == 0, ended
     for name in ("tracker/wandb/offline-run/logs/debug-core.log", "notes/plan"):
-        (output / name).parent.mkdir(parents=True)
-        (output / name).symlink_to(tmp_path / "elsewhere")
-    ended = called("train", box.write(output=str(output), train={"steps": 1, "export": False}), "--resume", "auto")
-    assert ended.code == 0, ended
+        (disk / name).parent.mkdir(parents=True)
+        (disk / name).symlink_to(tmp_path / "elsewhere")
+    assert (ended := called("train", config, "--resume", "auto")).code == 0, ended
 
 
 @pytest.mark.parametrize("name", [".lock", "rungs/x.json", "report.html"])
-def test_a_link_out_of_the_folder_of_a_bench(name: str, tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_of_a_bench(name, tmp_path):
     from types import SimpleNamespace
 
     from optrush.benchmark.runner import _check_folder
@@ -275,7 +269,7 @@ def test_a_link_out_of_the_folder_of_a_bench(name: str, tmp_path: Path) -> None:
         _check_folder(state, resume=True)
 
 
-def test_links_made_while_it_writes(tmp_path: Path) -> None:
+def test_links_made_while_it_writes(tmp_path):
     """Each writer replaces a link, or refuses it; none writes where it leads."""
     from optrush.data.schema import RowLocation
     from optrush.data.tokenize import append_bad_rows
@@ -295,7 +289,7 @@ def test_links_made_while_it_writes(tmp_path: Path) -> None:
     assert target.read_text() == "mine"
 
 
-def test_the_report_and_the_curve_replace_links(box: Box, tmp_path: Path) -> None:
+def test_the_report_and_the_curve_replace_links(box, tmp_path):
     output, target = tmp_path / "out", tmp_path / "target"
     assert called("train", box.write(output=str(output))).code == 0
     target.write_text("mine")
@@ -315,15 +309,13 @@ READ = {
         "quarantine.jsonl", {"data": {"path": "text.jsonl", "clean": {"decontaminate": "out/quarantine.jsonl"}}},
     ),
     "a template": ("model/t.jinja", {"model": {"path": "model", "chat_template": "out/model/t.jinja"}}),
-    "a tokenizer": (
-        "model/tokenizer.json", {"model": {"shape": "llama-3.2-1b", "tokenizer": "out/model"}},
-    ),
+    "a tokenizer": ("model/tokenizer.json", {"model": {"shape": "llama-3.2-1b", "tokenizer": "out/model"}}),
     "the folder itself": ("x.jsonl", {"data": {"path": "out"}}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_run_does_not_overwrite_what_it_reads(name: str, box: Box, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_run_does_not_overwrite_what_it_reads(name, box, tmp_path, monkeypatch):
     from optrush.config import parse_config
     from optrush.decide import Decided
     from optrush.errors import ConfigError
@@ -342,7 +334,7 @@ def test_a_run_does_not_overwrite_what_it_reads(name: str, box: Box, tmp_path: P
             check_run_output(resolved, resume)
 
 
-def test_an_output_in_the_folder_of_the_data(box: Box, tmp_path: Path) -> None:
+def test_an_output_in_the_folder_of_the_data(box, tmp_path):
     (tmp_path / "text.jsonl").write_bytes((box.folder / "text.jsonl").read_bytes())
     ended = called("train", box.write(data={"path": str(tmp_path)}, output=str(tmp_path / "runs" / "out")))
     refused(ended, "it is in", "would be read as data")
@@ -350,12 +342,10 @@ def test_an_output_in_the_folder_of_the_data(box: Box, tmp_path: Path) -> None:
 
 
 # --- names are text
-
-
 @pytest.mark.parametrize(
-    "name", further(["a $b$ <script>alert(1)</script>", "-rf", "$x^$", "$\\frac{$", "${HOME}", "[red]x[/]"], 2)
+    "name", further(["a $b$ <script>alert(1)</script>", "-rf", "$x^$", "$\\frac{$", "${HOME}", "[red]x[/]"], 1)
 )
-def test_any_name_of_the_output(name: str, box: Box, tmp_path: Path) -> None:
+def test_any_name_of_the_output(name, box, tmp_path):
     output = tmp_path / name.replace("/", "∕")
     ended = called("train", box.write(output=str(output)))
     assert ended.code == 0, ended
@@ -364,7 +354,7 @@ def test_any_name_of_the_output(name: str, box: Box, tmp_path: Path) -> None:
     assert "<script>alert" not in page
 
 
-def test_dollar_signs_in_charts() -> None:
+def test_dollar_signs_in_charts():
     from optrush.report.page import BarRow, Series, bars_svg, curves, inline_svg
 
     text = "$x^$"
@@ -379,7 +369,7 @@ ROWS = [{"text": f"Chop {i + 2} onions, fry them in butter and stir."} for i in 
 
 
 @pytest.fixture(scope="module")
-def begun(box: Box, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(box, tmp_path_factory):
     """A run's folder with one checkpoint, and next to it what it read: rows.jsonl and held.jsonl."""
     folder = tmp_path_factory.mktemp("begun")
     for name, verb in (("rows.jsonl", "Chop"), ("held.jsonl", "Peel")):
@@ -395,7 +385,7 @@ def of_two(folder: Path) -> dict[str, Any]:
     return {"data": data, "train": train, "output": str(folder / "out")}
 
 
-def test_a_file_that_changed(box: Box, begun: Path) -> None:
+def test_a_file_that_changed(box, begun):
     before = (begun / "rows.jsonl").read_bytes()
     (begun / "rows.jsonl").write_bytes(now := before + b'{"text": "More."}\n')
     try:
@@ -407,7 +397,7 @@ def test_a_file_that_changed(box: Box, begun: Path) -> None:
     assert "held.jsonl" not in ended.err
 
 
-def test_files_and_keys_that_changed(box: Box, begun: Path) -> None:
+def test_files_and_keys_that_changed(box, begun):
     other = of_two(begun)
     (begun / "more.jsonl").write_text('{"text": "More."}\n')
     other["data"]["path"] = [other["data"]["path"], str(begun / "more.jsonl")]
@@ -420,7 +410,7 @@ def test_files_and_keys_that_changed(box: Box, begun: Path) -> None:
     refused(ended, "`data` changed: `data.max_samples` was None and is 5\n")
 
 
-def test_a_seed_that_changed(box: Box, begun: Path) -> None:
+def test_a_seed_that_changed(box, begun):
     """It draws what is held out as a share: other rows of the same files."""
     other = of_two(begun)
     other["data"]["eval"] = 0.4
@@ -429,7 +419,7 @@ def test_a_seed_that_changed(box: Box, begun: Path) -> None:
     refused(called("train", box.write(**other | {"seed": 2}), "--resume", "auto"), "`seed` was 1 and is 2\n")
 
 
-def test_without_a_record(box: Box, begun: Path) -> None:
+def test_without_a_record(box, begun):
     """As a run of an earlier version left it: the digests, and not 64 digits of each."""
     record, rows = (begun / "out" / "data.json").read_bytes(), (begun / "rows.jsonl").read_bytes()
     (begun / "out" / "data.json").unlink()
@@ -443,7 +433,7 @@ def test_without_a_record(box: Box, begun: Path) -> None:
     assert max(map(len, ended.err.split())) < 64 + len(str(begun))
 
 
-def test_keys_of_an_earlier_version(box: Box, begun: Path) -> None:
+def test_keys_of_an_earlier_version(box, begun):
     """A key that a checkpoint does not have is no change where it has its default, in a nested part too."""
     from optrush.config import parse_config
     from optrush.trainer.run_dir import data_changes
@@ -459,7 +449,7 @@ def test_keys_of_an_earlier_version(box: Box, begun: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_file_is_hashed_once_at_the_start(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_hashed_once_at_the_start(box, tmp_path, monkeypatch):
     """By no later start either, whatever its size; the record is written where the data changed."""
     import hashlib
     import os
@@ -488,7 +478,7 @@ def test_a_file_is_hashed_once_at_the_start(box: Box, tmp_path: Path, monkeypatc
     assert ended.code == 0 and hashed.count("rows.json") == 2 and recorded == [1, 1], (ended, hashed)
 
 
-def test_files_that_are_read_whole(tmp_path: Path) -> None:
+def test_files_that_are_read_whole(tmp_path):
     from optrush.data.readers import record_changes, record_files
 
     (tmp_path / "a.json").write_text('[{"text": "a"}]')
@@ -504,25 +494,21 @@ def test_files_that_are_read_whole(tmp_path: Path) -> None:
 PAYLOADS = corpus()
 
 
-def test_the_corpus_is_large() -> None:
+def test_the_corpus_is_large():
     kinds = {payload.kind for payload in PAYLOADS}
     assert len(PAYLOADS) >= 500 and len({(p.kind, p.name) for p in PAYLOADS}) >= len(PAYLOADS) - 5
     assert len(kinds) == 11, kinds
 
 
-@pytest.mark.parametrize(
-    "payload",
-    further(PAYLOADS[::36] + PAYLOADS[18::36], len(PAYLOADS[::36])),
-    ids=lambda p: f"{p.kind}-{p.name}"[:60].encode("ascii", "replace").decode(),
-)
-def test_a_payload(payload: Payload, box: Box) -> None:
+@pytest.mark.parametrize("payload", further(
+    PAYLOADS[::36] + PAYLOADS[18::36], len(PAYLOADS[::36]),
+), ids=lambda p: f"{p.kind}-{p.name}"[:60].encode("ascii", "replace").decode())  # fmt: skip
+def test_a_payload(payload, box):
     wrong = verdict(payload, box)
     assert not wrong, wrong
 
 
 # --- files that are none: a pipe, a device, the kernel's own; a link out of a model's folder
-
-
 def replaced(path: Path, kind: str) -> None:
     """Put something that is no regular file in place of a file."""
     path.unlink(missing_ok=True)
@@ -533,24 +519,21 @@ def replaced(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["plan", "train", "eval", "data show", "import"])
-@pytest.mark.parametrize("kind", ["pipe", "/proc/self/mem", "/proc/kmsg", "/dev/zero", "/proc/self/environ"])
-def test_a_configuration_that_is_no_file(verb: str, kind: str, box: Box, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["pipe", "/proc/self/mem", "/dev/zero"])
+def test_a_configuration_that_is_no_file(verb, kind, box, tmp_path):
     replaced(tmp_path / "run.yaml", kind)
     refused(called(*verb.split(), str(tmp_path / "run.yaml"), limit_s=10), "not a regular file", "run.yaml")
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("config.json", "pipe"), ("tokenizer.json", "pipe"), ("tokenizer_config.json", "pipe"),
-        ("model.safetensors", "pipe"), ("model.safetensors.index.json", "pipe"), ("generation_config.json", "pipe"),
-        ("README.md", "pipe"), ("tokenizer.json", "/dev/zero"), ("chat_template.jinja", "/etc/passwd"),
-        ("chat_template.jinja", "../elsewhere"), ("config.json", "/proc/self/environ"), ("README.md", "/etc/passwd"),
-        ("generation_config.json", "/nowhere"), ("additional_chat_templates/a.jinja", "/etc/passwd"),
-        ("added_tokens.json", "/proc/kmsg"),
-    ],
-)  # fmt: skip
-def test_a_file_of_a_model_that_is_none(name: str, kind: str, box: Box, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kind"), [
+    ("config.json", "pipe"), ("tokenizer.json", "pipe"), ("tokenizer_config.json", "pipe"),
+    ("model.safetensors", "pipe"), ("model.safetensors.index.json", "pipe"), ("generation_config.json", "pipe"),
+    ("README.md", "pipe"), ("tokenizer.json", "/dev/zero"), ("chat_template.jinja", "/etc/passwd"),
+    ("chat_template.jinja", "../elsewhere"), ("config.json", "/proc/self/environ"), ("README.md", "/etc/passwd"),
+    ("generation_config.json", "/nowhere"), ("additional_chat_templates/a.jinja", "/etc/passwd"),
+    ("added_tokens.json", "/proc/kmsg"),
+])  # fmt: skip
+def test_a_file_of_a_model_that_is_none(name, kind, box, tmp_path):
     folder = tmp_path / "m"
     shutil.copytree(box.model, folder)
     (tmp_path / "elsewhere").write_text("{{ messages }}")
@@ -564,7 +547,7 @@ def test_a_file_of_a_model_that_is_none(name: str, kind: str, box: Box, tmp_path
     refused(called("generate", str(folder), *rows, limit_s=10), name, says)
 
 
-def test_weights_may_be_links(box: Box, tmp_path: Path) -> None:
+def test_weights_may_be_links(box, tmp_path):
     """They are read, and never copied: a folder of links to weights on another disk is usual."""
     shutil.copytree(box.model, tmp_path / "m")
     for file in (tmp_path / "m").glob("*.safetensors"):
@@ -573,7 +556,7 @@ def test_weights_may_be_links(box: Box, tmp_path: Path) -> None:
     assert called("train", box.write(model=str(tmp_path / "m"), output=str(tmp_path / "out"))).code == 0
 
 
-def test_links_of_a_hubs_cache_stay_in_it(box: Box, tmp_path: Path) -> None:
+def test_links_of_a_hubs_cache_stay_in_it(box, tmp_path):
     repository = tmp_path / "hub" / "models--org--name"
     snapshot = repository / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)
@@ -595,20 +578,15 @@ def test_links_of_a_hubs_cache_stay_in_it(box: Box, tmp_path: Path) -> None:
     refused(called("train", box.write(model=str(snapshot), output=str(tmp_path / "out"))), "a link to")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "/proc/kmsg", "/dev/zero"])
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("t.jsonl", {"data": {"path": "t.jsonl"}}), ("t.txt", {"data": {"path": "t.txt"}}),
-        ("t.parquet", {"data": {"path": "t.parquet"}}), ("t.jsonl.gz", {"data": {"path": "t.jsonl.gz"}}),
-        ("d/t.jsonl", {"data": {"path": "d"}}), ("t.jsonl", {"data": {"path": "text.jsonl", "eval": "t.jsonl"}}),
-        ("t.jsonl", {"data": {"path": "*t.jsonl", "stream": True}, "train": {"steps": 1}}),
-        ("t.jinja", {"model": {"path": "model", "chat_template": "t.jinja"}}),
-    ],
-)  # fmt: skip
-def test_data_that_is_no_file(
-    name: str, changes: Any, kind: str, box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])
+@pytest.mark.parametrize(("name", "changes"), [
+    ("t.jsonl", {"data": {"path": "t.jsonl"}}), ("t.txt", {"data": {"path": "t.txt"}}),
+    ("t.parquet", {"data": {"path": "t.parquet"}}), ("t.jsonl.gz", {"data": {"path": "t.jsonl.gz"}}),
+    ("d/t.jsonl", {"data": {"path": "d"}}), ("t.jsonl", {"data": {"path": "text.jsonl", "eval": "t.jsonl"}}),
+    ("t.jsonl", {"data": {"path": "*t.jsonl", "stream": True}, "train": {"steps": 1}}),
+    ("t.jinja", {"model": {"path": "model", "chat_template": "t.jinja"}}),
+])  # fmt: skip
+def test_data_that_is_no_file(name, changes, kind, box, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(box.model)
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -619,24 +597,18 @@ def test_data_that_is_no_file(
 
 
 @pytest.fixture(scope="module")
-def run_of_two(box: Box, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_of_two(box, tmp_path_factory):
     """A run with two checkpoints."""
     output = tmp_path_factory.mktemp("saved") / "out"
     assert called("train", box.write(output=str(output), train={"steps": 2, "save_every": 1})).code == 0
     return output
 
 
-@pytest.mark.parametrize(
-    ("name", "code", "says"),
-    [
-        ("checkpoints/step-000002/manifest.json", 0, ""), ("checkpoints/step-000002/rank-0.safetensors", 0, ""),
-        ("checkpoints/best.json", 0, ""), ("data.json", 0, ""),
-        ("metrics.jsonl", 2, "a named pipe"), ("run.yaml", 0, ""),
-    ],
-)  # fmt: skip
-def test_a_file_of_a_run_that_is_none(
-    name: str, code: int, says: str, box: Box, run_of_two: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "code", "says"), further([
+    ("checkpoints/step-000002/manifest.json", 0, ""), ("metrics.jsonl", 2, "a named pipe"), ("run.yaml", 0, ""),
+    ("checkpoints/step-000002/rank-0.safetensors", 0, ""), ("checkpoints/best.json", 0, ""), ("data.json", 0, ""),
+], 3))  # fmt: skip
+def test_a_file_of_a_run_that_is_none(name, code, says, box, run_of_two, tmp_path):
     output = tmp_path / "out"
     shutil.copytree(run_of_two, output)
     if name.endswith("safetensors"):
@@ -680,7 +652,7 @@ def lacking(box: Box, folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", LACKING)
-def test_a_tokenizer_that_lacks_its_unknown_token(kind: str, box: Box, tmp_path: Path) -> None:
+def test_a_tokenizer_that_lacks_its_unknown_token(kind, box, tmp_path):
     folder = lacking(box, tmp_path / "m", kind)
     rows, out = str(box.folder / "text.jsonl"), str(tmp_path / "out")
     config = box.write(model=str(folder), output=out)
@@ -693,7 +665,7 @@ def test_a_tokenizer_that_lacks_its_unknown_token(kind: str, box: Box, tmp_path:
     refused(called("train", box.write(model=chatml, data={"path": rows}, output=out)), "the tokenizer fails")
 
 
-def test_rows_that_such_a_tokenizer_reads(box: Box, tmp_path: Path) -> None:
+def test_rows_that_such_a_tokenizer_reads(box, tmp_path):
     folder = lacking(box, tmp_path / "m", "WordLevel")
     texts = ["Chop onions", "Chop", "Boil onions", "onions Chop"]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -705,8 +677,6 @@ def test_rows_that_such_a_tokenizer_reads(box: Box, tmp_path: Path) -> None:
 
 
 # --- a tokenizer as a bomb: ids and texts by which a library allocates memory
-
-
 def tenfold(letter: str = "w") -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"String": letter}, "content": letter * 10}
 
@@ -729,26 +699,20 @@ BOMBS: dict[str, tuple[str, Any, str]] = {
         "tokenizer_config.json", lambda t: t.update(added_tokens_decoder={f"{2**31 - 1}": FAR}), "the id 2,147,483",
     ),
     "an id in a list": ("added_tokens.json", lambda tree: tree.update({"<far>": 2**30}), "the id 1,073,741,824"),
-    "an id of a post-processor": (
-        "tokenizer.json",
-        lambda tree: tree.update(post_processor={
-            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<f>", "type_id": 0}}], "pair": [],
-            "special_tokens": {"<f>": {"id": "<f>", "ids": [2**31 - 1], "tokens": ["<f>"]}},
-        }), "the id 2,147,483,647",
-    ),
+    "an id of a post-processor": ("tokenizer.json", lambda tree: tree.update(post_processor={
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<f>", "type_id": 0}}], "pair": [],
+        "special_tokens": {"<f>": {"id": "<f>", "ids": [2**31 - 1], "tokens": ["<f>"]}},
+    }), "the id 2,147,483,647"),
     "ten replacements": ("tokenizer.json", lambda t: t.update(_steps(*[tenfold()] * 10)), "10,000,000,000 times"),
     "replacements of any letter": (
         "tokenizer.json", lambda t: t.update(_steps(*[tenfold("é"), {"type": "Lowercase"}] * 8)), "times as long",
     ),
-    "replacements by expression": (
-        "tokenizer.json",
-        lambda t: t.update(_steps(*[{"type": "Replace", "pattern": {"Regex": "\\h*"}, "content": "ww"}] * 6)),
-        "tokens of 1,307 characters",
-    ),
-    "replacements in the decoder": (
-        "tokenizer.json",
-        lambda t: t.update(decoder={"type": "Sequence", "decoders": [tenfold()] * 10}), "times as long",
-    ),
+    "replacements by expression": ("tokenizer.json", lambda t: t.update(
+        _steps(*[{"type": "Replace", "pattern": {"Regex": "\\h*"}, "content": "ww"}] * 6)
+    ), "tokens of 1,307 characters"),
+    "replacements in the decoder": ("tokenizer.json", lambda t: t.update(
+        decoder={"type": "Sequence", "decoders": [tenfold()] * 10}
+    ), "times as long"),
     "a prefix": (
         "tokenizer.json", lambda t: t.update(normalizer={"type": "Prepend", "prepend": "x" * 3_000_000}), "3,000,000",
     ),
@@ -762,7 +726,7 @@ BOMBS: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_a_tokenizer_that_is_a_bomb(kind: str, box: Box, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_a_bomb(kind, box, tmp_path):
     name, change, says = BOMBS[kind]
     shutil.copytree(box.model, tmp_path / "m")
     file = tmp_path / "m" / name
@@ -775,7 +739,7 @@ def test_a_tokenizer_that_is_a_bomb(kind: str, box: Box, tmp_path: Path) -> None
         assert re.search(says, ended.err), ended
 
 
-def test_a_large_tokenizer_is_read_first(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_tokenizer_is_read_first(box, tmp_path, monkeypatch):
     """Within limits in a process of its own; the same files once."""
     from optrush.data import tokenizer
 
@@ -799,16 +763,10 @@ def test_a_large_tokenizer_is_read_first(box: Box, tmp_path: Path, monkeypatch: 
 
 
 # --- pages: whatever is in metrics.jsonl, a report or a model card ends no run and no export
-
-
-@pytest.mark.parametrize(
-    "change",
-    further([{"peak_bytes": None, "memory_kind": 7}, {"lr": [1]}, {"step_s": "x"}, {"tokens_per_s": None},
-             {"tokens_per_s": {}}], 2),
-)  # fmt: skip
-def test_lines_of_metrics_that_lack_or_garble_a_value(
-    change: dict[str, Any], box: Box, run_of_two: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("change", further([
+    {"peak_bytes": None, "memory_kind": 7}, {"lr": [1]}, {"step_s": "x"}, {"tokens_per_s": None}, {"tokens_per_s": {}},
+], 1))  # fmt: skip
+def test_lines_of_metrics_that_lack_or_garble_a_value(change, box, run_of_two, tmp_path):
     output = tmp_path / "out"
     shutil.copytree(run_of_two, output)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -826,7 +784,7 @@ def test_lines_of_metrics_that_lack_or_garble_a_value(
     assert ended.code == 0 and (output / "model" / "README.md").is_file(), ended
 
 
-def test_a_report_that_fails_ends_no_run(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_fails_ends_no_run(box, tmp_path, monkeypatch):
     from optrush.trainer import run
 
     def fails(*_: Any) -> None:

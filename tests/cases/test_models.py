@@ -4,13 +4,10 @@ What training did not change is the base's own file, to the byte, because other 
 ones, than transformers 5 writes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gguf
 import pytest
@@ -35,7 +32,7 @@ Base = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+def base(tmp_path_factory):
     """The folder of a kind, written once; nobody writes there."""
     root = tmp_path_factory.mktemp("bases")
 
@@ -56,10 +53,8 @@ def changed(base: Path, folder: Path) -> set[str]:
 
 
 # --- what training did not change
-
-
-@pytest.mark.parametrize("kind", further(sorted(KINDS, key=lambda kind: kind not in ("llama", "gpt_neox", "phi3")), 3))
-def test_files_and_names_are_the_bases_own(kind: str, base: Base, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", further(sorted(KINDS, key=lambda kind: kind not in ("llama", "phi3")), 2))
+def test_files_and_names_are_the_bases_own(kind, base, tmp_path):
     """After a run, and in a folder exported again; merged adapters too."""
     run = trained(tmp_path / "run", base(kind))
     assert changed(base(kind), run / "model") == WRITTEN
@@ -75,7 +70,7 @@ def test_files_and_names_are_the_bases_own(kind: str, base: Base, tmp_path: Path
         assert load_file(merged / "model" / "model.safetensors").keys() == theirs.keys()
 
 
-def test_everything_that_a_tokenizer_may_have_is_copied(base: Base, tmp_path: Path) -> None:
+def test_everything_that_a_tokenizer_may_have_is_copied(base, tmp_path):
     folder = shutil.copytree(base("llama"), tmp_path / "base")
     names = ("tokenizer.model.v3", "spiece.model", "vocab.txt", "o200k.tiktoken", "chat_template.jinja",
              "additional_chat_templates/tool_use.jinja")  # fmt: skip
@@ -89,7 +84,7 @@ def test_everything_that_a_tokenizer_may_have_is_copied(base: Base, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-pieces", "qwen2", "phi3"])
-def test_added_tokens_and_a_template_change_their_own_entries(kind: str, base: Base, tmp_path: Path) -> None:
+def test_added_tokens_and_a_template_change_their_own_entries(kind, base, tmp_path):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}<a>{{ m['content'] }}<b>{% endfor %}")
     model = {"add_tokens": ["<a>", "<b>", "</s>"], "chat_template": str(tmp_path / "t.jinja")}
     run = trained(tmp_path / "run", base(kind), model=model)
@@ -119,7 +114,7 @@ def test_added_tokens_and_a_template_change_their_own_entries(kind: str, base: B
     assert ends["eos_token_id"] == [2, at + 1] and next(iter(ends)) == "_from_model_config"
 
 
-def test_added_tokens_where_a_file_lists_none(base: Base, tmp_path: Path) -> None:
+def test_added_tokens_where_a_file_lists_none(base, tmp_path):
     """A folder older than added_tokens_decoder: converters read added_tokens.json beside tokenizer.model."""
     folder = shutil.copytree(base("llama-pieces"), tmp_path / "base")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -131,7 +126,7 @@ def test_added_tokens_where_a_file_lists_none(base: Base, tmp_path: Path) -> Non
     assert json.loads((run / "model" / "added_tokens.json").read_text()) == {"<a>": at}
 
 
-def test_a_template_takes_the_place_of_the_others(base: Base, tmp_path: Path) -> None:
+def test_a_template_takes_the_place_of_the_others(base, tmp_path):
     folder = shutil.copytree(base("llama"), tmp_path / "base")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "{{ old }}"}))
@@ -148,7 +143,7 @@ def test_a_template_takes_the_place_of_the_others(base: Base, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_the_bases_template_ends_answers_of_the_exported_model(objective: str, base: Base, tmp_path: Path) -> None:
+def test_the_bases_template_ends_answers_of_the_exported_model(objective, base, tmp_path):
     """The base's generation config knows its end of text alone, and the run gives neither template nor tokens."""
     folder, chatml = tmp_path / "base", "{% for m in messages %}<a>{{ m['role'] + '\n' + m['content'] }}<b>{% endfor %}"
     shutil.copytree(base("llama"), folder)
@@ -180,9 +175,7 @@ JUDGED = [{"prompt": "Oslo?", "completion": f" {i} miles.", "label": i % 2 == 0}
     further([("dpo", PREFERENCE, {}), ("kto", JUDGED, {}), ("reward", PREFERENCE, {}), ("orpo", PREFERENCE, {}),
              ("dpo", PREFERENCE, {"with_": {"lora": {"rank": 2}}}), ("dpo", PREFERENCE, {"dpo": {"loss": "ipo"}})], 3),
 )  # fmt: skip
-def test_every_objective_is_exported(
-    objective: str, rows: list[dict[str, Any]], changes: dict[str, Any], base: Base, tmp_path: Path
-) -> None:
+def test_every_objective_is_exported(objective, rows, changes, base, tmp_path):
     """A reference is not in the exported weights: it is asked for neither what it was nor where it is now."""
     folder = shutil.copytree(base("llama"), tmp_path / "base")
     run = trained(tmp_path / "run", folder, rows=rows, objective=objective, **{"with_": {}, **changes})
@@ -194,7 +187,7 @@ def test_every_objective_is_exported(
     assert contents(run / "model")["model.safetensors"] == contents(tmp_path / "again")["model.safetensors"]
 
 
-def test_a_template_of_which_the_end_is_unknown_is_noted(base: Base, tmp_path: Path) -> None:
+def test_a_template_of_which_the_end_is_unknown_is_noted(base, tmp_path):
     folder = shutil.copytree(base("llama"), tmp_path / "base")
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     rows = [{"prompt": "Oslo?", "completion": " Yes."}] * 4
@@ -209,19 +202,11 @@ def test_a_template_of_which_the_end_is_unknown_is_noted(base: Base, tmp_path: P
 LLAMA3_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-@pytest.mark.parametrize(
-    ("kind", "tokenizer_class", "digits", "differs"),
-    [
-        ("llama", "GPT2Tokenizer", 3, True),
-        ("llama", "Qwen2Tokenizer", 3, True),
-        ("llama", "GPTNeoXTokenizerFast", 3, True),
-        ("llama", "PreTrainedTokenizerFast", 3, False),
-        ("llama", "GPT2Tokenizer", None, False),
-    ],
-)
-def test_a_class_that_splits_otherwise_than_its_file(
-    kind: str, tokenizer_class: str, digits: int | None, differs: bool, base: Base, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("kind", "tokenizer_class", "digits", "differs"), [
+    ("llama", "Qwen2Tokenizer", 3, True), ("llama", "PreTrainedTokenizerFast", 3, False),
+    ("llama", "GPT2Tokenizer", None, False),
+])  # fmt: skip
+def test_a_class_that_splits_otherwise_than_its_file(kind, tokenizer_class, digits, differs, base, tmp_path):
     """Noted for a folder, refused for a GGUF file, which has the file's rule. The vocabulary merges digits."""
     folder = shutil.copytree(base(kind), tmp_path / "base")
     file = folder / "tokenizer.json"
@@ -251,14 +236,14 @@ def test_a_class_that_splits_otherwise_than_its_file(
         assert "'7 12345': tokenizer.json has the tokens" in written.err
 
 
-def test_texts_that_a_tokenizer_cannot_read_are_not_compared(tmp_path: Path) -> None:
+def test_texts_that_a_tokenizer_cannot_read_are_not_compared(tmp_path):
     """A vocabulary of words without its own `<unk>`: encoding any other word is an error of the library."""
     engine = Tokenizer(WordLevel({"Oslo": 0, "</s>": 1}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="</s>").save_pretrained(tmp_path)
     assert Tokens(open_tokenizer(tmp_path)).otherwise(tmp_path, [[0, 1]]) is None
 
 
-def test_a_tokenizer_that_changed_since(base: Base, tmp_path: Path) -> None:
+def test_a_tokenizer_that_changed_since(base, tmp_path):
     """Its files would be exported, with weights that were trained with others."""
     folder = shutil.copytree(base("llama"), tmp_path / "base")
     run = trained(tmp_path / "run", folder)
@@ -268,7 +253,7 @@ def test_a_tokenizer_that_changed_since(base: Base, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_config_changes_in_what_training_changed(base: Base, tmp_path: Path) -> None:
+def test_config_changes_in_what_training_changed(base, tmp_path):
     """The weights' type under its old name, and the vocabulary; other keys, unknown ones too, stay in their order."""
     folder = edited(base("phi3"), tmp_path / "base", torch_dtype="bfloat16", of_the_future={"b": 1, "a": [None]})
     run = trained(tmp_path / "run", folder, model={"add_tokens": [f"<{i}>" for i in range(60)]})
@@ -278,7 +263,7 @@ def test_config_changes_in_what_training_changed(base: Base, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", further(["phi3", "gemma2", "llama"], 1))
-def test_no_architectures_in_config(kind: str, base: Base, tmp_path: Path) -> None:
+def test_no_architectures_in_config(kind, base, tmp_path):
     folder = edited(base(kind), tmp_path / "base", architectures=None, torch_dtype=None)
     run = trained(tmp_path / "run", folder)
     old, new = (json.loads((f / "config.json").read_text()) for f in (folder, run / "model"))
@@ -288,9 +273,7 @@ def test_no_architectures_in_config(kind: str, base: Base, tmp_path: Path) -> No
 
 
 # --- attention that a family has
-
-
-def test_a_family_without_sdpa(base: Base, tmp_path: Path) -> None:
+def test_a_family_without_sdpa(base, tmp_path):
     """It is trained, exported, asked and verified with masked attention; `init` writes what `train` takes."""
     run = trained(tmp_path / "run", base("gemma2"))
     for folder in (run / "model", base("gemma2")):
@@ -311,8 +294,6 @@ def test_a_family_without_sdpa(base: Base, tmp_path: Path) -> None:
 
 
 # --- rotations that depend on a document's length
-
-
 def alone(folder: Path, rows: list[list[int]]) -> float:
     """The loss a target by transformers, a document at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -325,7 +306,7 @@ def alone(folder: Path, rows: list[list[int]]) -> float:
 
 
 @pytest.mark.parametrize("lengths", [(64, 63), (65, 64, 20)])
-def test_longrope_is_chosen_document_by_document(lengths: tuple[int, ...], base: Base, tmp_path: Path) -> None:
+def test_longrope_is_chosen_document_by_document(lengths, base, tmp_path):
     """Short factors up to 64 tokens, long ones beyond, whatever the rows and micro-batches that documents are in."""
     tokenizer = AutoTokenizer.from_pretrained(base("phi3"))
     words = "BCDFGHJKLMNPQRUVWXYZ" * 7  # a token a letter
@@ -343,7 +324,7 @@ def test_longrope_is_chosen_document_by_document(lengths: tuple[int, ...], base:
             assert found["documents"] == len(rows) and abs(found["loss"] - right) < 1e-5, (layout, micro)
 
 
-def test_rows_beyond_the_positions_that_a_family_has(base: Base, tmp_path: Path) -> None:
+def test_rows_beyond_the_positions_that_a_family_has(base, tmp_path):
     """By its default where config.json has none: beyond them, dynamic RoPE depends on the longest document of a row."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5000.0}
     keys = {"max_position_embeddings": None, "rope_parameters": rope}
@@ -355,20 +336,20 @@ def test_rows_beyond_the_positions_that_a_family_has(base: Base, tmp_path: Path)
     assert ended.lines == ["asked", "found", "do"] and "2048 positions" in ended.err
 
 
-@pytest.mark.parametrize("written", [{"__float__": "Infinity"}, float("inf")])
-def test_infinity_in_config(written: object, base: Base, tmp_path: Path) -> None:
+def test_infinity_in_config(base, tmp_path):
     """As transformers 5 and 4 write it; kept where another value of the file changes."""
-    limits = {"time_step_limit": [0.0, written], "of_the_future": {"a": [written, {"__float__": "x"}]}}
+    limits: dict[str, object] = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    limits |= {"of_the_future": {"a": [float("inf"), {"__float__": "x"}]}, "other_limit": [0.0, float("inf")]}
     folder = edited(base("gpt_neox"), tmp_path / "base", torch_dtype="bfloat16", **limits)
     run = trained(tmp_path / "run", folder)
     old, new = (json.loads((f / "config.json").read_text()) for f in (folder, run / "model"))
     assert new == {**old, "torch_dtype": "float32"}
     read = [AutoModelForCausalLM.from_pretrained(run / "model").config, _opened(folder, old, torch.float32).config]
-    assert all(config.time_step_limit == [0.0, float("inf")] for config in read)
+    assert all(config.time_step_limit == config.other_limit == [0.0, float("inf")] for config in read)
     assert all(config.of_the_future == {"a": [float("inf"), {"__float__": "x"}]} for config in read)
 
 
-def test_a_state_that_runs_on_takes_rows_of_one_document(base: Base, tmp_path: Path) -> None:
+def test_a_state_that_runs_on_takes_rows_of_one_document(base, tmp_path):
     """Infinity is read where the family's own class checks it, and documents of a row are then found to leak."""
     mamba = {
         "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8,
@@ -380,14 +361,14 @@ def test_a_state_that_runs_on_takes_rows_of_one_document(base: Base, tmp_path: P
     assert '"__float__"' in (folder / "config.json").read_text()
     refused = optrush("train", write_run(tmp_path / "run", folder))
     assert refused.code == 2 and refused.lines == ["asked", "found", "do"] and "leave packing out" in refused.err
-    run = trained(tmp_path / "alone", folder, with_={})
+    rows = [{"text": f"Oslo is {i} miles away."} for i in range(4)]
+    small = {"rows": rows, "train": {"steps": 1}, "batch": {"seq": 32, "tokens": 64}}
+    run = trained(tmp_path / "alone", folder, with_={}, **small)
     assert optrush("eval", tmp_path / "alone" / "run.yaml", "--model", run / "model").code == 0
 
 
 # --- blocks that differ from each other
-
-
-def test_operations_are_summed_block_by_block(base: Base) -> None:
+def test_operations_are_summed_block_by_block(base):
     """4 heads of 16 in the two blocks with a window, of 32 in the third; none in a block of convolutions."""
     for folder, width in ((base("gemma4_text"), 4 * (16 + 16 + 32)), (base("llama"), 2 * 64), (base("gpt2"), 2 * 64)):
         config = read_config_json(folder / "config.json")
@@ -407,24 +388,17 @@ LFM = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": Fa
 
 
 @pytest.fixture(scope="module")
-def convolved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def convolved(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(KINDS, "lfm2", ({"model_type": "lfm2", **LFM, "pad_token_id": 0}, "PreTrainedTokenizerFast", ()))
         return write_base(tmp_path_factory.mktemp("lfm2") / "base", "lfm2")
 
 
-@pytest.mark.parametrize(
-    "with_",
-    further(
-        [
-            {"packing": {}}, {}, {"lora": {"rank": 2, "targets": ["in_proj", "q_proj"]}}, {"wrap": {}},
-            {"attention": {"impl": "sdpa"}, "packing": {}}, {"recompute": {}, "packing": {}}, {"sort-by-length": {}},
-        ],
-        2,
-    ),
-    ids=str,
-)  # fmt: skip
-def test_convolutions_are_trained_in_every_layout(with_: dict[str, Any], convolved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_", further([
+    {"packing": {}}, {}, {"lora": {"rank": 2, "targets": ["in_proj", "q_proj"]}}, {"wrap": {}},
+    {"attention": {"impl": "sdpa"}, "packing": {}}, {"recompute": {}, "packing": {}}, {"sort-by-length": {}},
+], 1), ids=str)  # fmt: skip
+def test_convolutions_are_trained_in_every_layout(with_, convolved, tmp_path):
     run = trained(tmp_path / "run", convolved, with_=with_)
     again = optrush("export", run, "--out", tmp_path / "again")
     assert again.code == 0, again.err
@@ -442,7 +416,7 @@ NEW = [f"<{i}>" for i in range(60)]
 @pytest.mark.filterwarnings("ignore")  # PEFT's own
 @pytest.mark.parametrize("kind", further(["qwen2", "gemma2", "llama"], 2))
 @pytest.mark.parametrize("tokens", further([NEW, [], NEW[:3]], 1))
-def test_an_adapter_has_its_tokenizer(kind: str, tokens: list[str], base: Base, tmp_path: Path) -> None:
+def test_an_adapter_has_its_tokenizer(kind, tokens, base, tmp_path):
     """Under added tokens with rows to spare, and with an embedding that grows; the base by its absolute path."""
     from peft import AutoPeftModelForCausalLM
 
@@ -475,7 +449,7 @@ def test_an_adapter_has_its_tokenizer(kind: str, tokens: list[str], base: Base, 
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a), "it began where that ended"
 
 
-def test_a_relative_base(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_base(base, tmp_path, monkeypatch):
     (tmp_path / "at").mkdir()
     monkeypatch.chdir(tmp_path / "at")
     shutil.copytree(base("llama"), tmp_path / "base")
@@ -485,13 +459,11 @@ def test_a_relative_base(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 # --- what is refused, and what is not
-
-
-def test_keys_left_over_in_a_text_model(base: Base, tmp_path: Path) -> None:
+def test_keys_left_over_in_a_text_model(base, tmp_path):
     trained(tmp_path / "run", edited(base("llama"), tmp_path / "base", text_config={}, num_experts=1))
 
 
-def test_an_evaluation_that_is_not_finite(base: Base, tmp_path: Path) -> None:
+def test_an_evaluation_that_is_not_finite(base, tmp_path):
     folder = shutil.copytree(base("llama"), tmp_path / "base")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][0] = float("nan")
@@ -500,7 +472,7 @@ def test_an_evaluation_that_is_not_finite(base: Base, tmp_path: Path) -> None:
     assert (ended.code, ended.out) == (1, "") and "no finite number" in ended.err
 
 
-def test_a_generation_config_that_is_no_json(base: Base, tmp_path: Path) -> None:
+def test_a_generation_config_that_is_no_json(base, tmp_path):
     """Where the run's template changes it, before step 0."""
     folder = shutil.copytree(base("llama"), tmp_path / "base")
     (folder / "generation_config.json").write_text("{")
@@ -510,7 +482,7 @@ def test_a_generation_config_that_is_no_json(base: Base, tmp_path: Path) -> None
     assert ended.code == 2 and ended.lines == ["asked", "found", "do"] and not (tmp_path / "run" / "out").exists()
 
 
-def test_pieces_alone(base: Base, tmp_path: Path) -> None:
+def test_pieces_alone(base, tmp_path):
     """tokenizer.model without tokenizer.json: the package that reads it is named, and not another."""
     folder = shutil.copytree(base("llama-pieces"), tmp_path / "base")
     (folder / "tokenizer.json").unlink()
@@ -520,22 +492,13 @@ def test_pieces_alone(base: Base, tmp_path: Path) -> None:
     assert "tiktoken" not in refused.err.partition("asked:")[2]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2", "phi3"])
-@pytest.mark.parametrize(
-    ("key", "value", "found"),
-    [
-        ("torch_dtype", "nope", "torch_dtype"),
-        ("dtype", "auto", "dtype"),
-        ("id2label", 3, "config.json"),
-        ("auto_map", 3, "config.json"),
-        ("rope_scaling", {"rope_type": "yarn"}, "config.json"),
-        ("rope_theta", 0, "rope_theta"),
-        ("hidden_act", "nope", None),
-    ],
-)
-def test_a_value_that_transformers_refuses(
-    kind: str, key: str, value: object, found: str | None, base: Base, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(("key", "value", "found"), [
+    ("torch_dtype", "nope", "torch_dtype"), ("dtype", "auto", "dtype"), ("id2label", 3, "config.json"),
+    ("auto_map", 3, "config.json"), ("rope_scaling", {"rope_type": "yarn"}, "config.json"),
+    ("rope_theta", 0, "rope_theta"), ("hidden_act", "nope", None),
+])  # fmt: skip
+def test_a_value_that_transformers_refuses(kind, key, value, found, base, tmp_path):
     """The tokenizer is not blamed for config.json, which transformers reads first."""
     folder = edited(base(kind), tmp_path / "base", **{key: value})
     ended = optrush("eval", write_run(tmp_path / "run", folder))

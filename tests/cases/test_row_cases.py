@@ -1,7 +1,5 @@
 """Rows as other tools write them: each key is read, obeyed, refused or named, whatever the row's number or format."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io
@@ -13,7 +11,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
@@ -66,14 +64,14 @@ def refused(row: dict[str, Any], objective: str = "sft") -> DataError:
 
 
 @pytest.fixture(scope="session")
-def tiny_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_home(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     tiny.write_tiny(home / "optrush" / "tiny-1")
     return home
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(tmp_path, tiny_home, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tiny_home))
     before = torch.get_num_threads()
@@ -112,10 +110,8 @@ def run_file(**changes: Any) -> str:
 
 
 # --- a turn that another tool does not learn
-
-
 @pytest.mark.parametrize("key", ["loss", "loss_weight", "loss_mask", "loss_scale", "training", "trainable", "weight"])
-def test_a_turn_that_is_not_to_be_learnt_is_not(key: str) -> None:
+def test_a_turn_that_is_not_to_be_learnt_is_not(key):
     turns = [ASK, {**ANSWER, key: 0}, ASK, {**ANSWER, key: 1}]
     assert [turn.learnt for turn in parsed({"messages": turns})[0].messages] == [True, False, True, True]
     if key != "weight":
@@ -128,7 +124,7 @@ def test_a_turn_that_is_not_to_be_learnt_is_not(key: str) -> None:
         assert f"messages[1].{key} is" in refused({"messages": [ASK, {**ANSWER, key: wrong}]}).found
 
 
-def test_a_key_that_is_null_in_every_turn_means_nothing() -> None:
+def test_a_key_that_is_null_in_every_turn_means_nothing():
     turns = [{**turn, "loss": None, "train": None, "mask": None, "id": None} for turn in TURNS]
     assert parsed({"messages": turns, "loss": None, "label": None, "weight": None}) == (Chat((U, A)), set())
 
@@ -137,7 +133,7 @@ def test_a_key_that_is_null_in_every_turn_means_nothing() -> None:
     "key",
     ["mask", "masked", "turn_mask", "ignore", "ignore_loss", "no_loss", "skip", "loss_multiplier", "token_weights"],
 )
-def test_a_turns_key_that_may_say_what_is_learnt_is_refused(key: str) -> None:
+def test_a_turns_key_that_may_say_what_is_learnt_is_refused(key):
     for value in (False, True, 0, 1, [0, 1]):
         error = refused({"messages": [ASK, {**ANSWER, key: value}]})
         assert f"messages[1] has '{key}'" in error.found and f"'messages[].{key}': ignore" in error.do
@@ -145,7 +141,7 @@ def test_a_turns_key_that_may_say_what_is_learnt_is_refused(key: str) -> None:
     assert parsed({"messages": [ASK, {**ANSWER, key: 1}]}, columns=columns)[0] == Chat((U, A))
 
 
-def test_a_turns_metadata_is_only_named() -> None:
+def test_a_turns_metadata_is_only_named():
     for key, value in (("training_source", "web"), ("loss_note", "none"), ("skip_reason", ["a"]), ("mask", [])):
         found, noted = parsed({"messages": [ASK, {**ANSWER, key: value}]})
         assert found == Chat((U, A)) and noted == ({f"messages[].{key}"} if value else set())
@@ -155,7 +151,7 @@ def test_a_turns_metadata_is_only_named() -> None:
         assert "has 'turn_mask'" in refused({"messages": [ASK, {**ANSWER, "turn_mask": given}]}).found
 
 
-def test_a_turns_text_under_another_key_is_only_named() -> None:
+def test_a_turns_text_under_another_key_is_only_named():
     said = [{"from": "human", "value": "q?", "question": "q?"}, {"from": "gpt", "value": "a", "prompt": ["a", ""]}]
     noted = {"conversations[].question", "conversations[].prompt"}
     assert parsed({"conversations": said}) == (Chat((Message("user", "q?"), Message("assistant", "a"))), noted)
@@ -166,7 +162,7 @@ def test_a_turns_text_under_another_key_is_only_named() -> None:
     assert "conversations[0] has 'question'" in refused({"conversations": said}).found
 
 
-def test_a_part_of_a_turn_that_is_not_to_be_learnt_is_refused() -> None:
+def test_a_part_of_a_turn_that_is_not_to_be_learnt_is_refused():
     parts = [{"type": "text", "text": "Os"}, {"type": "text", "text": "lo.", "train": False}]
     assert "messages[1].content[1] has 'train'" in refused({"messages": [ASK, {**ANSWER, "content": parts}]}).found
 
@@ -177,37 +173,32 @@ def test_a_part_of_a_turn_that_is_not_to_be_learnt_is_refused() -> None:
      ("sample_weight", 2.0), ("labels", [1, -100]), ("mask", 0), ("assistant_masks", [1])],
 )  # fmt: skip
 @pytest.mark.parametrize("row", [{"messages": TURNS}, {"instruction": "a", "output": "b"}, {"text": "a"}])
-def test_how_much_a_row_is_learnt_is_refused(key: str, value: Any, row: dict[str, Any]) -> None:
+def test_how_much_a_row_is_learnt_is_refused(key, value, row):
     assert f"the row has '{key}'" in refused({**row, key: value}).found
     assert parsed({**row, key: 1})[1] == {key}  # changes nothing
     assert parsed({**row, key: value}, columns={key: "ignore"})[1] == {f"{key} -> ignore"}
 
 
 # --- what precedes an answer under another key
-
-
-@pytest.mark.parametrize(
-    ("row", "key", "line"),
-    [
-        ({"system_prompt": "Answer in French only.", "messages": TURNS}, "system_prompt", "system_prompt: system"),
-        ({"system_message": "Be brief.", "conversations": TURNS}, "system_message", "system_message: system"),
-        ({"instruction": "A city?", "context": "Oslo is in Norway.", "output": "Oslo."}, "context", "context: input"),
-        ({"instruction": "A city?", "passage": "Oslo is.", "output": "Oslo."}, "passage", "passage: input"),
-        ({"instruction": "A city?", "question": "Which one?", "output": "Oslo."}, "question", "question: input"),
-        ({"instruction": "A?", "system_prompt": "Be brief.", "output": "b"}, "system_prompt", "system_prompt: system"),
-        ({"prompt": "a", "completion": "b", "context": "c"}, "context", "context: ignore"),
-        ({"messages": TURNS, "context": "Oslo is in Norway."}, "context", "context: ignore"),
-        ({"messages": TURNS, "prompt": "Another question?"}, "prompt", "prompt: ignore"),
-        ({"messages": TURNS, "documents": [{"title": "a", "text": "b"}]}, "documents", "documents: ignore"),
-        ({"messages": TURNS, "reasoning": "Let me think."}, "reasoning", "reasoning: ignore"),
-        ({"messages": TURNS, "enable_thinking": False}, "enable_thinking", "enable_thinking: ignore"),
-        ({"messages": TURNS, "rejected_response": "A dog."}, "rejected_response", "rejected_response: ignore"),
-        ({"question": "A city in Norway?", "chosen": "Oslo.", "rejected": "A dog."}, "question", "question: prompt"),
-        ({"query": "A?", "chosen": "Oslo.", "rejected": "A."}, "query", "query: prompt"),
-        ({"context": "A?", "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]}, "context", "context: prompt"),
-    ],
-)  # fmt: skip
-def test_what_precedes_an_answer_is_never_dropped(row: dict[str, Any], key: str, line: str) -> None:
+@pytest.mark.parametrize(("row", "key", "line"), [
+    ({"system_prompt": "Answer in French only.", "messages": TURNS}, "system_prompt", "system_prompt: system"),
+    ({"system_message": "Be brief.", "conversations": TURNS}, "system_message", "system_message: system"),
+    ({"instruction": "A city?", "context": "Oslo is in Norway.", "output": "Oslo."}, "context", "context: input"),
+    ({"instruction": "A city?", "passage": "Oslo is.", "output": "Oslo."}, "passage", "passage: input"),
+    ({"instruction": "A city?", "question": "Which one?", "output": "Oslo."}, "question", "question: input"),
+    ({"instruction": "A?", "system_prompt": "Be brief.", "output": "b"}, "system_prompt", "system_prompt: system"),
+    ({"prompt": "a", "completion": "b", "context": "c"}, "context", "context: ignore"),
+    ({"messages": TURNS, "context": "Oslo is in Norway."}, "context", "context: ignore"),
+    ({"messages": TURNS, "prompt": "Another question?"}, "prompt", "prompt: ignore"),
+    ({"messages": TURNS, "documents": [{"title": "a", "text": "b"}]}, "documents", "documents: ignore"),
+    ({"messages": TURNS, "reasoning": "Let me think."}, "reasoning", "reasoning: ignore"),
+    ({"messages": TURNS, "enable_thinking": False}, "enable_thinking", "enable_thinking: ignore"),
+    ({"messages": TURNS, "rejected_response": "A dog."}, "rejected_response", "rejected_response: ignore"),
+    ({"question": "A city in Norway?", "chosen": "Oslo.", "rejected": "A dog."}, "question", "question: prompt"),
+    ({"query": "A?", "chosen": "Oslo.", "rejected": "A."}, "query", "query: prompt"),
+    ({"context": "A?", "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]}, "context", "context: prompt"),
+])  # fmt: skip
+def test_what_precedes_an_answer_is_never_dropped(row, key, line):
     objective = "dpo" if "chosen" in row else "sft"
     error = refused(row, objective)
     assert f"'{key}'" in error.found + error.do and "`data.columns: {" in error.do
@@ -218,7 +209,7 @@ def test_what_precedes_an_answer_is_never_dropped(row: dict[str, Any], key: str,
         assert row[key] in json.dumps([str(found)])
 
 
-def test_the_prompt_of_a_pair_arrives() -> None:
+def test_the_prompt_of_a_pair_arrives():
     row = {"question": "A city in Norway?", "chosen": "Oslo.", "rejected": "A dog."}
     want = Pair(Completion("A city in Norway?", "Oslo."), Completion("A city in Norway?", "A dog."))
     assert parsed(row, "dpo", {"question": "prompt"}) == (want, {"question -> prompt"})
@@ -227,7 +218,7 @@ def test_the_prompt_of_a_pair_arrives() -> None:
 S = Message("system", "Be brief.")
 
 
-def test_a_system_text_makes_turns_of_the_texts_after_it() -> None:
+def test_a_system_text_makes_turns_of_the_texts_after_it():
     row = {"system": "Be brief.", "question": U.content, "chosen": "Oslo.", "rejected": "A dog."}
     error = refused(row, "dpo")
     assert "'system' without 'prompt'" in error.found and "`data.columns: {question: prompt}`" in error.do
@@ -254,15 +245,9 @@ def test_a_system_text_makes_turns_of_the_texts_after_it() -> None:
 
 
 @pytest.mark.parametrize("system", ["system", "developer", "persona", "system_prompt"])
-def test_the_question_is_the_prompt_and_not_the_system_text(system: str) -> None:
+def test_the_question_is_the_prompt_and_not_the_system_text(system):
     for asking in ("question", "instruction", "query", "input"):
-        row = {
-            system: "Be brief.",
-            "context": "By sea.",
-            asking: U.content,
-            "chosen": "Oslo.",
-            "rejected": "A dog.",
-        }
+        row = {system: "Be brief.", "context": "By sea.", asking: U.content, "chosen": "Oslo.", "rejected": "A dog."}
         error, columns = refused(row, "dpo"), {asking: "prompt"}
         if asking != "instruction":  # which is read as the prompt
             assert f"`data.columns: {{{asking}: prompt}}`" in error.do
@@ -281,25 +266,22 @@ def test_the_question_is_the_prompt_and_not_the_system_text(system: str) -> None
     assert parsed(row, columns=mapping)[0] == Chat((S, Message("user", f"{U.content}\n\nBy sea."), A))
 
 
-def test_a_text_that_is_in_the_row_already_is_only_named() -> None:
+def test_a_text_that_is_in_the_row_already_is_only_named():
     assert parsed({"messages": TURNS, "prompt": "A city in Norway?", "id": 3}) == (Chat((U, A)), {"prompt", "id"})
     assert parsed({"messages": TURNS, "prompt": [ASK], "context": " "}) == (Chat((U, A)), {"prompt", "context"})
 
 
-def test_thoughts_and_context_of_a_turn_are_never_dropped() -> None:
+def test_thoughts_and_context_of_a_turn_are_never_dropped():
     for key, value in (
-        ("thought", "hm"),
-        ("reasoning_details", [{"text": "hm"}]),
-        ("context", "Norway"),
-        ("cot", "hm"),
-    ):
+        ("thought", "hm"), ("reasoning_details", [{"text": "hm"}]), ("context", "Norway"), ("cot", "hm"),
+    ):  # fmt: skip
         assert f"messages[1] has '{key}'" in refused({"messages": [ASK, {**ANSWER, key: value}]}).found
     row = {"messages": [ASK, {**ANSWER, "thought": "hm"}]}
     found, _ = parsed(row, columns={"messages[].thought": "reasoning_content"})
     assert found.messages[1].reasoning == "hm"
 
 
-def test_other_keys_are_named_once_a_row() -> None:
+def test_other_keys_are_named_once_a_row():
     turns = [{**ASK, "id": "u"}, {**ANSWER, "id": "a", "model": "m", "tool_calls": [{**CALL, "extra": 1}]}]
     assert parsed({"messages": turns, "source": "web", "empty": "", "score": 0})[1] == {
         "source", "score", "messages[].id", "messages[].model", "messages[].tool_calls[].extra"
@@ -309,25 +291,21 @@ def test_other_keys_are_named_once_a_row() -> None:
 
 
 # --- a judged answer
-
-
 @pytest.mark.parametrize(("key", "value"), [("label", False), ("label", True), ("label", 0), ("label", "False"),
                                            ("kto_tag", True), ("desirable", False), ("Label", 1)])  # fmt: skip
-def test_a_judged_answer_is_not_learnt_as_a_good_one(key: str, value: Any) -> None:
+def test_a_judged_answer_is_not_learnt_as_a_good_one(key, value):
     for row in ({"messages": TURNS}, {"conversations": TURNS}, {"instruction": "a", "output": "b"}):
         assert f"'{key}': a judged answer" in refused({**row, key: value}).found
     assert "a judged answer" in refused({"prompt": "a", "completion": "b", key: value}).found
 
 
-def test_a_label_that_is_no_judgement_is_named() -> None:
+def test_a_label_that_is_no_judgement_is_named():
     assert parsed({"messages": TURNS, "label": "geography"})[1] == {"label"}
     assert parsed({"text": "a", "label": 1})[1] == {"label"}
 
 
 # --- several kinds in one row
-
-
-def test_the_objective_tells_which_kind_is_meant() -> None:
+def test_the_objective_tells_which_kind_is_meant():
     alpaca = {"instruction": "A city?", "input": "", "output": "Oslo.", "text": "Below is an instruction ... Oslo."}
     assert parsed(alpaca) == (Chat((Message("user", "A city?"), A)), {"text"})
     assert parsed(alpaca, "pretrain") == (Text(alpaca["text"]), {"instruction", "output"})
@@ -349,12 +327,10 @@ def test_the_objective_tells_which_kind_is_meant() -> None:
 
 @pytest.mark.parametrize("objective", ["", "dpo", "orpo"])
 @pytest.mark.parametrize("key", ["conversations", "messages"])
-def test_a_conversation_without_an_answer_is_the_prompt_of_a_pair(key: str, objective: str) -> None:
+def test_a_conversation_without_an_answer_is_the_prompt_of_a_pair(key, objective):
     ask, yes, no = (
-        {"from": "human", "value": ASK["content"]},
-        {**ANSWER, "content": "yes"},
-        {"from": "gpt", "value": "no"},
-    )
+        {"from": "human", "value": ASK["content"]}, {**ANSWER, "content": "yes"}, {"from": "gpt", "value": "no"},
+    )  # fmt: skip
     pair = Pair(*(Chat((U, Message("assistant", text)), prompt=1) for text in ("yes", "no")))
     assert parsed({key: [ask], "chosen": yes, "rejected": no}, objective) == (pair, set())
     assert parsed({key: [ask], "chosen": [yes], "rejected": no}, objective) == (pair, set())
@@ -367,22 +343,18 @@ def test_a_conversation_without_an_answer_is_the_prompt_of_a_pair(key: str, obje
     assert parsed(row, objective, named, {"me": "user", "it": "assistant"})[0] == pair
 
 
-@pytest.mark.parametrize(
-    ("row", "line", "want"),
-    [
-        ({"question": "a", "answer": "b"}, "{question: instruction, answer: output}", ("a", "b")),
-        ({"prompt": "a", "response": "b"}, "{prompt: instruction, response: output}", ("a", "b")),
-        ({"query": "a", "response": "b", "id": 1}, "{query: instruction, response: output}", ("a", "b")),
-        ({"Question": "a", "Answer": "b"}, "{Question: instruction, Answer: output}", ("a", "b")),
-        ({"input": "a", "output": "b"}, "{input: instruction}", ("a", "b")),
-        ({"instruction": "a", "context": "c", "response": "b", "category": "qa"}, "{response: output, context: input}",
-         ("a\n\nc", "b")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "line", "want"), [
+    ({"question": "a", "answer": "b"}, "{question: instruction, answer: output}", ("a", "b")),
+    ({"prompt": "a", "response": "b"}, "{prompt: instruction, response: output}", ("a", "b")),
+    ({"query": "a", "response": "b", "id": 1}, "{query: instruction, response: output}", ("a", "b")),
+    ({"Question": "a", "Answer": "b"}, "{Question: instruction, Answer: output}", ("a", "b")),
+    ({"input": "a", "output": "b"}, "{input: instruction}", ("a", "b")),
+    ({
+        "instruction": "a", "context": "c", "response": "b", "category": "qa",
+    }, "{response: output, context: input}", ("a\n\nc", "b")),
+])  # fmt: skip
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-def test_the_line_that_maps_unknown_keys_works(
-    row: dict[str, Any], line: str, want: tuple[str, str], suffix: str, tiny_home: Path
-) -> None:
+def test_the_line_that_maps_unknown_keys_works(row, line, want, suffix, tiny_home):
     path = f"rows{suffix}"
     if suffix == ".jsonl":
         lines(path, [row] * 3)
@@ -405,7 +377,7 @@ def test_the_line_that_maps_unknown_keys_works(
     assert len(sources.train) == 3 and "by data.columns" in sources.summary
 
 
-def test_a_column_that_no_row_has_is_refused(tiny_home: Path) -> None:
+def test_a_column_that_no_row_has_is_refused(tiny_home):
     lines("rows.jsonl", [{"messages": TURNS, "source": "web"}] * 3)
     with pytest.raises(DataError) as caught:
         read(tiny_home, path="rows.jsonl", columns={"sorce": "ignore"})
@@ -414,7 +386,7 @@ def test_a_column_that_no_row_has_is_refused(tiny_home: Path) -> None:
     assert "'mask -> ignore' (1)" in read(tiny_home, path="late.jsonl", columns={"mask": "ignore"}).summary
 
 
-def test_roles_of_single_families_and_others_by_one_line() -> None:
+def test_roles_of_single_families_and_others_by_one_line():
     for asking, answering in (("human", "gpt"), ("user", "model"), ("human", "assistant")):
         turns = [{"role": asking, "content": U.content}, {"role": answering, "content": A.content}]
         assert parsed({"messages": turns})[0] == Chat((U, A))
@@ -431,7 +403,7 @@ def test_roles_of_single_families_and_others_by_one_line() -> None:
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_keys_of_turns_are_renamed_in_a_renamed_list(as_text: bool) -> None:
+def test_keys_of_turns_are_renamed_in_a_renamed_list(as_text):
     turns: Any = [{"speaker": "user", "content": U.content}, {"speaker": "assistant", "content": A.content}]
     columns = {"messages[].speaker": "role", "dialog": "messages"}
     row = {"dialog": json.dumps(turns) if as_text else turns}
@@ -441,7 +413,7 @@ def test_keys_of_turns_are_renamed_in_a_renamed_list(as_text: bool) -> None:
     assert "'messages[].speaker': role" in str(refused({"messages": turns}).do)
 
 
-def test_turns_as_json_text() -> None:
+def test_turns_as_json_text():
     assert parsed({"messages": json.dumps(TURNS)})[0] == Chat((U, A))
     assert parsed({"conversations": json.dumps(TURNS)})[0] == Chat((U, A))
     worse = json.dumps([ASK, {**ANSWER, "content": "A dog."}])
@@ -461,7 +433,7 @@ LISTS = ['[{"value": 3, "unit": "kg"}]', '[{"content": "a"}]', '[{"role": "admin
 
 
 @pytest.mark.parametrize("text", LISTS)
-def test_a_text_that_holds_another_list_is_a_text(text: str) -> None:
+def test_a_text_that_holds_another_list_is_a_text(text):
     assert parsed({"prompt": "Extract", "completion": text})[0] == Completion("Extract", text)
     assert parsed({"prompt": text, "completion": "b"})[0] == Completion(text, "b")
     assert parsed({"messages": [ASK, {**ANSWER, "content": text}]})[0].messages[1].content == text
@@ -470,23 +442,21 @@ def test_a_text_that_holds_another_list_is_a_text(text: str) -> None:
     assert parsed({"prompt": "a", "chosen": "b", "rejected": text}, "dpo")[0].rejected == Completion("a", text)
 
 
-def test_a_completion_is_never_turns_as_text() -> None:
+def test_a_completion_is_never_turns_as_text():
     text = json.dumps(TURNS)
     assert parsed({"prompt": "Invent a chat.", "completion": text})[0] == Completion("Invent a chat.", text)
     assert parsed({"prompt": "a", "chosen": text, "rejected": "b"}, "dpo")[0].chosen == Completion("a", text)
 
 
 # --- calls without content
-
-
 @pytest.mark.parametrize("turn", [{"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "content": None,
                          "tool_calls": [CALL]}, {"from": "gpt", "tool_calls": [CALL]}])  # fmt: skip
-def test_a_call_without_content_is_an_empty_content(turn: dict[str, Any]) -> None:
+def test_a_call_without_content_is_an_empty_content(turn):
     found = parsed({"messages": [ASK, turn]})[0]
     assert found.messages[1].shown() == {"role": "assistant", "content": "", "tool_calls": [CALL]}
 
 
-def test_a_call_that_is_a_turns_content_is_a_call() -> None:
+def test_a_call_that_is_a_turns_content_is_a_call():
     turns = [ASK, {"role": "function_call", "content": json.dumps(CALL["function"])}, {"role": "tool", "content": "2"}]
     assert parsed({"messages": [*turns, ANSWER]})[0].messages[1] == Message("assistant", "", calls=(CALL,))
     turns[1] = {"role": "function_call", "content": "add(1)"}
@@ -494,11 +464,7 @@ def test_a_call_that_is_a_turns_content_is_a_call() -> None:
 
 
 # --- what the run names
-
-
-def test_keys_that_are_not_read_are_named_with_how_many_rows_have_them(
-    call: Callable[..., tuple[int, str, str]], tiny_home: Path
-) -> None:
+def test_keys_that_are_not_read_are_named_with_how_many_rows_have_them(call, tiny_home):
     rows = [{"messages": TURNS, "source": "web"} for _ in range(240)]
     rows[230]["late"] = 1
     lines("chat.jsonl", rows)
@@ -512,8 +478,6 @@ def test_keys_that_are_not_read_are_named_with_how_many_rows_have_them(
 
 
 # --- streamed rows are held to the same limits
-
-
 def streamed(sources: Any, steps: int = 40) -> tuple[Stream, list[str], Iterator[Any]]:
     """A stream's steps as a run reads them, and the lines that it reports."""
     stream, lines = stream_of(sources.train, Packed(window=50), T=64, rows=4, seed=0), list[str]()
@@ -522,7 +486,7 @@ def streamed(sources: Any, steps: int = 40) -> tuple[Stream, list[str], Iterator
     return stream, lines, batches
 
 
-def test_cut_rows_of_a_stream_are_counted_and_refused_as_without_it(tiny_home: Path) -> None:
+def test_cut_rows_of_a_stream_are_counted_and_refused_as_without_it(tiny_home):
     short, long = {"text": "soup " * 5}, {"text": "soup " * 100}
     lines("late.jsonl", [short] * 210 + [long] * 100)
     for stream in (False, True):
@@ -539,7 +503,7 @@ def test_cut_rows_of_a_stream_are_counted_and_refused_as_without_it(tiny_home: P
     assert reported and "310 rows read: 100 too long, 100 truncated" in reported[0]
 
 
-def test_keys_of_a_stream_are_named_when_they_appear(tiny_home: Path) -> None:
+def test_keys_of_a_stream_are_named_when_they_appear(tiny_home):
     lines("late.jsonl", [{"text": "soup", "id": i} for i in range(250)] + [{"text": "stew", "late": 1}])
     sources = read(tiny_home, "pretrain", path="late.jsonl", stream=True)
     assert "unread keys in the first 200 rows: 'id' (200)" in sources.summary
@@ -558,7 +522,7 @@ SAME_ROWS = ("other format", "part")  # not of a stream: its documents are not k
 @pytest.mark.parametrize(
     ("how", "stream"), [*((how, True) for how in SAME_FILE), *((how, False) for how in (*SAME_FILE, *SAME_ROWS))]
 )
-def test_held_out_data_that_is_trained_on_is_refused(how: str, stream: bool, here: Path, tiny_home: Path) -> None:
+def test_held_out_data_that_is_trained_on_is_refused(how, stream, here, tiny_home):
     rows = [{"messages": [ASK, {**ANSWER, "content": f"Oslo {i}."}]} for i in range(12)]
     (here / "data").mkdir()
     path: Any = lines(here / "data" / "t.jsonl", rows)
@@ -581,7 +545,7 @@ def test_held_out_data_that_is_trained_on_is_refused(how: str, stream: bool, her
     assert f"`data.eval: {held}`" == caught.value.asked and "memorisation" in caught.value.found
 
 
-def test_held_out_rows_that_are_trained_on_are_counted(tiny_home: Path) -> None:
+def test_held_out_rows_that_are_trained_on_are_counted(tiny_home):
     rows = [{"messages": [ASK, {**ANSWER, "content": f"Oslo {i}."}]} for i in range(12)]
     lines("t.jsonl", rows[:10])
     assert "(of 4 rows: 2 also trained on)" in read(tiny_home, path="t.jsonl", eval=lines("e.jsonl", rows[8:])).summary
@@ -591,24 +555,17 @@ def test_held_out_rows_that_are_trained_on_are_counted(tiny_home: Path) -> None:
 
 
 # --- the splits of a data set
-
-
-@pytest.mark.parametrize(
-    ("names", "held"),
-    [
-        (["train.jsonl", "test.jsonl", "validation.jsonl"], "test.jsonl, validation.jsonl"),
-        (["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"], "test-00000-of"),
-        (["data/train/0.jsonl", "data/test/0.jsonl"], "0.jsonl"),
-        (["train_sft.jsonl", "test_sft.jsonl"], "test_sft.jsonl"),
-        (["rows.jsonl", "rows.dev.jsonl"], "rows.dev.jsonl"),
-        (["a.train.csv", "a.val.csv"], "a.val.csv"),
-        (["train.txt", "eval.txt"], "eval.txt"),
-        (["rows.jsonl", "test-1.jsonl.gz", "test_00002-of-00002.jsonl.gz"], "test-1.jsonl.gz"),
-        (["data/rows/0.jsonl", "data/test/0.jsonl"], "0.jsonl"),
-    ],
-)
+@pytest.mark.parametrize(("names", "held"), [
+    (["train.jsonl", "test.jsonl", "validation.jsonl"], "test.jsonl, validation.jsonl"),
+    (["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"], "test-00000-of"),
+    (["data/train/0.jsonl", "data/test/0.jsonl"], "0.jsonl"), (["train_sft.jsonl", "test_sft.jsonl"], "test_sft.jsonl"),
+    (["rows.jsonl", "rows.dev.jsonl"], "rows.dev.jsonl"), (["a.train.csv", "a.val.csv"], "a.val.csv"),
+    (["train.txt", "eval.txt"], "eval.txt"),
+    (["rows.jsonl", "test-1.jsonl.gz", "test_00002-of-00002.jsonl.gz"], "test-1.jsonl.gz"),
+    (["data/rows/0.jsonl", "data/test/0.jsonl"], "0.jsonl"),
+])  # fmt: skip
 @pytest.mark.parametrize("how", ["ds", "ds/**/*.*"])
-def test_a_held_out_split_is_not_trained_on(names: list[str], held: str, how: str, here: Path) -> None:
+def test_a_held_out_split_is_not_trained_on(names, held, how, here):
     for name in names:
         (here / "ds" / name).parent.mkdir(parents=True, exist_ok=True)
         (here / "ds" / name).write_text("a\n")
@@ -628,7 +585,7 @@ def test_a_held_out_split_is_not_trained_on(names: list[str], held: str, how: st
      ["dev-docs.jsonl", "ops-docs.jsonl", "hr-docs.jsonl"],
      ["test_results.csv", "sales.csv"], ["dev-docs/a.jsonl", "hr-docs/a.jsonl"], ["a-test.parquet", "b.parquet"]],
 )  # fmt: skip
-def test_other_names_are_one_corpus(names: list[str], here: Path) -> None:
+def test_other_names_are_one_corpus(names, here):
     for name in names:
         (here / "ds" / name).parent.mkdir(parents=True, exist_ok=True)
         (here / "ds" / name).write_text("a\n")
@@ -643,7 +600,7 @@ BOM = "\ufeff"
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\r\n \r\n\n", ""])
-def test_rows_are_read_as_without_marks_and_blank_lines_at_the_end(end: str, stream: bool, tiny_home: Path) -> None:
+def test_rows_are_read_as_without_marks_and_blank_lines_at_the_end(end, stream, tiny_home):
     rows = [json.dumps({"text": f"soup {i}"}) for i in range(6)]
     Path("plain.jsonl").write_text("\n".join(rows))
     Path("marked.jsonl").write_bytes((BOM + end[:2].join(rows) + end).encode() if end in ("\n", "\r\n") else (
@@ -658,7 +615,7 @@ def test_rows_are_read_as_without_marks_and_blank_lines_at_the_end(end: str, str
     assert found == [json.loads(row) for row in rows]
 
 
-def test_other_formats_are_read_as_without_marks_and_carriage_returns(tiny_home: Path) -> None:
+def test_other_formats_are_read_as_without_marks_and_carriage_returns(tiny_home):
     text = "one\r\ntwo\r\n\r\nthree\r\n"
     for mark in ("", BOM):
         Path("a.txt").write_bytes((mark + text).encode())
@@ -676,7 +633,7 @@ def test_other_formats_are_read_as_without_marks_and_carriage_returns(tiny_home:
         assert [row for _, row in attempts(Path("a.jsonl.gz"))] == [{"text": "one"}]
 
 
-def test_a_template_is_read_as_without_a_mark(tiny_home: Path) -> None:
+def test_a_template_is_read_as_without_a_mark(tiny_home):
     lines("chat.jsonl", [{"messages": TURNS}] * 3)
     Path("t.jinja").write_bytes((BOM + tiny.TEMPLATE.replace("\n", "\r\n")).encode())
     plain = read(tiny_home, path="chat.jsonl").train
@@ -704,7 +661,7 @@ THOUGHT = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nOslo."}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_template_that_changes_earlier_turns_is_refused_in_any_row(stream: bool, tiny_home: Path) -> None:
+def test_a_template_that_changes_earlier_turns_is_refused_in_any_row(stream, tiny_home):
     Path("t.jinja").write_text(THINKING)
     rows = [{"messages": [*TURNS, *TURNS]}] * 230 + [
         {"messages": [{**ASK, "content": "Think deep."}, *TURNS[1:], *TURNS]}
@@ -717,7 +674,7 @@ def test_a_template_that_changes_earlier_turns_is_refused_in_any_row(stream: boo
     assert "data.split_turns: true" in caught.value.do
 
 
-def test_two_begin_of_text_tokens_are_refused_in_any_row(tiny_home: Path) -> None:
+def test_two_begin_of_text_tokens_are_refused_in_any_row(tiny_home):
     lines("late.jsonl", [{"text": "soup"}] * 230 + [{"text": "<|bos|>soup"}])
     with pytest.raises(DataError) as caught:
         read(tiny_home, "pretrain", path="late.jsonl")
@@ -725,11 +682,9 @@ def test_two_begin_of_text_tokens_are_refused_in_any_row(tiny_home: Path) -> Non
 
 
 # --- one document an answer
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("layout", [Packed(window=50), Padded()])
-def test_each_answer_is_learnt_as_it_would_be_asked_for(stream: bool, layout: Any, tiny_home: Path) -> None:
+def test_each_answer_is_learnt_as_it_would_be_asked_for(stream, layout, tiny_home):
     Path("t.jinja").write_text(STRIPPING)
     talk = [ASK, THOUGHT, ASK, {**THOUGHT, "content": "<think>\nSo.\n</think>\n\nBergen."}]
     lines("chat.jsonl", [{"messages": talk}, {"messages": TURNS}, {"messages": [ASK, {**ANSWER, "loss": 0}, *TURNS]}])
@@ -758,7 +713,7 @@ def test_each_answer_is_learnt_as_it_would_be_asked_for(stream: bool, layout: An
     assert len(held.train) + len(held.held_out) == 4 and held.held_out.counts.rows == 1
 
 
-def test_one_document_an_answer_is_for_answers(tiny_home: Path) -> None:
+def test_one_document_an_answer_is_for_answers(tiny_home):
     for objective, more in (("dpo", {}), ("pretrain", {}), ("sft", {"train_on": "last"})):
         with pytest.raises(ConfigError, match=r"data\.split_turns"):
             check_fields(config(tiny_home, objective, path="a.jsonl", split_turns=True, **more))
@@ -767,24 +722,20 @@ def test_one_document_an_answer_is_for_answers(tiny_home: Path) -> None:
 # --- a template that takes too much
 
 MONSTERS = {
-    "product": "{{ 'a' * 10**10 }}",
-    "product of lists": "{{ [1] * 10**9 }}",
-    "power": "{{ 10**(10**10) }}",
+    "product": "{{ 'a' * 10**10 }}", "product of lists": "{{ [1] * 10**9 }}", "power": "{{ 10**(10**10) }}",
     "loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
     "string": "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
     "list": "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
     "tilde": "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "square": "{% set n = namespace(s=7) %}{% for i in range(60) %}{% set n.s = n.s * n.s %}{% endfor %}",
-    "center": "{{ 'a'.center(10**10) }}",
-    "filter": "{{ 'a' | center(3000000000) }}",
-    "width": "{{ '%9999999999d' % 1 }}",
-    "format": "{{ '{:9999999999}'.format(1) }}",
+    "center": "{{ 'a'.center(10**10) }}", "filter": "{{ 'a' | center(3000000000) }}",
+    "width": "{{ '%9999999999d' % 1 }}", "format": "{{ '{:9999999999}'.format(1) }}",
     "huge error": "{{ raise_exception('a\n' * 10**6) }}",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("monster", MONSTERS)
-def test_a_monstrous_template_is_refused_soon(monster: str, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_monstrous_template_is_refused_soon(monster, tiny_home, monkeypatch):
     monkeypatch.setattr(mask.LIMITS, "seconds", 1)
     monkeypatch.setattr(mask.LIMITS, "memory_bytes", 256 << 20)
     Path("t.jinja").write_text(MONSTERS[monster] + tiny.TEMPLATE)
@@ -797,7 +748,7 @@ def test_a_monstrous_template_is_refused_soon(monster: str, tiny_home: Path, mon
     assert len(str(caught.value)) < 1000 and "model.chat_template" in caught.value.do
 
 
-def test_a_stop_of_the_process_is_no_fault_of_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_of_the_process_is_no_fault_of_a_template(monkeypatch):
     """Time that passes without the processor, as after Ctrl-Z, is not counted."""
     monkeypatch.setattr(mask.LIMITS, "seconds", 0.2)
     with mask.LIMITS:
@@ -806,16 +757,13 @@ def test_a_stop_of_the_process_is_no_fault_of_a_template(monkeypatch: pytest.Mon
         all(True for _ in range(10**9))
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"text": "Stir the soup. " * 20}, {"prompt": "Soup?", "completion": " é" * 150},
-        {"messages": [{"role": "user", "content": "Soup? " * 60}, {"role": "assistant", "content": "Stir."}]},
-        {"messages": [{"role": "user", "content": "Soup?"}, {"role": "assistant", "content": "汤" * 120}]},
-        {"prompt": "Soup?", "chosen": "Stir. " * 60, "rejected": "No."},
-    ],
-)  # fmt: skip
-def test_a_huge_row_is_a_bad_one(row: Any, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("row", [
+    {"text": "Stir the soup. " * 20}, {"prompt": "Soup?", "completion": " é" * 150},
+    {"messages": [{"role": "user", "content": "Soup? " * 60}, {"role": "assistant", "content": "Stir."}]},
+    {"messages": [{"role": "user", "content": "Soup?"}, {"role": "assistant", "content": "汤" * 120}]},
+    {"prompt": "Soup?", "chosen": "Stir. " * 60, "rejected": "No."},
+])  # fmt: skip
+def test_a_huge_row_is_a_bad_one(row, tiny_home, monkeypatch):
     monkeypatch.setattr(chat_template, "LONGEST_TEXT_bytes", 256)
     tokens = Tokens(AutoTokenizer.from_pretrained(tiny_home / "optrush" / "tiny-1"))
     small = {"messages": TURNS} if "messages" in row else {"text": "Stir."}
@@ -827,7 +775,7 @@ def test_a_huge_row_is_a_bad_one(row: Any, tiny_home: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("turns", "says"), [(10_002, "10,002 turns"), (4002, "2001 answers to compare")])
-def test_a_conversation_without_end_is_a_bad_row(turns: int, says: str, tiny_home: Path) -> None:
+def test_a_conversation_without_end_is_a_bad_row(turns, says, tiny_home):
     tokens = Tokens(AutoTokenizer.from_pretrained(tiny_home / "optrush" / "tiny-1"))
     where = RowLocation(Path("x"), 1)
     with pytest.raises(DataError) as caught:
@@ -846,8 +794,8 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("kind", SLOW)
-def test_a_template_that_is_slow_row_by_row(kind: str, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", further(list(SLOW), 2))
+def test_a_template_that_is_slow_row_by_row(kind, tiny_home, monkeypatch):
     """Each rendering is within its own limit; many of them are not."""
     monkeypatch.setattr(mask.LIMITS, "left_s", 0.3)
     monkeypatch.setattr(mask, "MEAN_RENDER_s", 0.005)
@@ -858,7 +806,7 @@ def test_a_template_that_is_slow_row_by_row(kind: str, tiny_home: Path, monkeypa
     assert "per rendering; the limit" in caught.value.found and "model.chat_template" in caught.value.do
 
 
-def test_fast_renderings_save_no_time_for_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_renderings_save_no_time_for_slow_ones(monkeypatch):
     limits = mask.RenderLimits(seconds=1, memory_bytes=1 << 30)
     for _ in range(100):
         with limits:
@@ -878,7 +826,7 @@ def test_fast_renderings_save_no_time_for_slow_ones(monkeypatch: pytest.MonkeyPa
         limits._tick()
 
 
-def test_slow_rows_are_told_one_by_one(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_rows_are_told_one_by_one(tiny_home, monkeypatch):
     from optrush.data import tokenize
 
     tokens = Tokens(AutoTokenizer.from_pretrained(tiny_home / "optrush" / "tiny-1"))
@@ -892,13 +840,13 @@ def test_slow_rows_are_told_one_by_one(tiny_home: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("row", [Text("Stir."), Completion("Soup?", "Stir.")])
-def test_rows_without_a_template_are_not_limited(row: Any, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_a_template_are_not_limited(row, tiny_home, monkeypatch):
     tokens = Tokens(AutoTokenizer.from_pretrained(tiny_home / "optrush" / "tiny-1"))
     monkeypatch.setattr(mask.RenderLimits, "__enter__", lambda self: pytest.fail("limited"))
     assert len(tokens.document(row, "assistant", RowLocation(Path("x"), 1)).ids) > 1
 
 
-def test_limits_nest_and_end_with_the_outermost() -> None:
+def test_limits_nest_and_end_with_the_outermost():
     """And a thread that is not the main one, which no signal reaches, sets none."""
     before, limits = resource.getrlimit(resource.RLIMIT_AS), mask.LIMITS
     with limits:
@@ -919,20 +867,10 @@ def test_limits_nest_and_end_with_the_outermost() -> None:
 
 
 # --- weights that are no numbers
-
-
-@pytest.mark.parametrize(
-    ("value", "greedy"),
-    further(
-        [
-            (float("nan"), ()), (float("inf"), ("--greedy",)), (float("inf"), ()), (float("nan"), ("--greedy",)),
-        ],
-        2,
-    ),
-)  # fmt: skip
-def test_an_answer_of_broken_weights_is_refused(
-    value: float, greedy: tuple[str, ...], call: Any, tiny_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("value", "greedy"), further(
+    [(float("nan"), ()), (float("inf"), ("--greedy",)), (float("inf"), ()), (float("nan"), ("--greedy",))], 1,
+))  # fmt: skip
+def test_an_answer_of_broken_weights_is_refused(value, greedy, call, tiny_home, monkeypatch):
     shutil.copytree(tiny_home / "optrush" / "tiny-1", "model")
     weights = load_file("model/model.safetensors")
     name = next(name for name in weights if name.endswith("down_proj.weight"))
@@ -960,8 +898,8 @@ SAID = [
 
 
 @pytest.mark.parametrize("called", further([True, False], 1))
-@pytest.mark.parametrize("alike", [SHIPPED[n::4] for n in range(4)], ids=range(4))
-def test_however_a_row_writes_reasoning_the_mask_is_the_same(alike: list[Path], called: bool, tiny_home: Path) -> None:
+@pytest.mark.parametrize("alike", further([SHIPPED[n::4] for n in range(4)], 2))
+def test_however_a_row_writes_reasoning_the_mask_is_the_same(alike, called, tiny_home):
     lines("chat.jsonl", [{"messages": TURNS}])
     base = open_tokens(config(tiny_home, path="chat.jsonl"), tiny_home / "optrush" / "tiny-1")
     assert base is not None
@@ -980,9 +918,7 @@ def test_however_a_row_writes_reasoning_the_mask_is_the_same(alike: list[Path], 
 
 
 # --- another number of rows a step, from a checkpoint
-
-
-def test_rows_that_a_resumed_run_loses_or_repeats_are_counted(call: Any) -> None:
+def test_rows_that_a_resumed_run_loses_or_repeats_are_counted(call):
     lines("chat.jsonl", [{"messages": [ASK, {**ANSWER, "content": f"Oslo {n}."}]} for n in range(24)])
     train = {"steps": 6, "log_every": 1, "save_every": 3}
     base = {"train": train, "with": {}, "batch": {"seq": 64, "tokens": 128}, "data": {"path": "chat.jsonl"}}
@@ -1001,8 +937,6 @@ def test_rows_that_a_resumed_run_loses_or_repeats_are_counted(call: Any) -> None
 
 
 # --- which template, and what it marks
-
-
 def several(folder: Path, **templates: str) -> str:
     """The tiny model with templates by name, as older tokenizers hold them."""
     shutil.copytree(folder, "several")
@@ -1016,7 +950,7 @@ NAMES_TOOLS = "{% for t in tools or [] %}{{ 'tool ' + t.function.name + '\n' }}{
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_rows_with_tools_take_the_template_for_them(stream: bool, tiny_home: Path) -> None:
+def test_rows_with_tools_take_the_template_for_them(stream, tiny_home):
     tool = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
     rows: list[dict[str, Any]] = [{"messages": TURNS}, {"messages": TURNS, "tools": [tool]}, {"messages": TURNS}]
     rows.append({"messages": TURNS, "tools": []})
@@ -1035,7 +969,7 @@ def test_rows_with_tools_take_the_template_for_them(stream: bool, tiny_home: Pat
     assert "tool add" in tokens.tokenizer.decode(prompt)
 
 
-def test_tool_templates_are_one_cache_apart(tiny_home: Path) -> None:
+def test_tool_templates_are_one_cache_apart(tiny_home):
     made = set()
     for other in (tiny.TEMPLATE, NAMES_TOOLS):
         folder = several(tiny_home / "optrush" / "tiny-1", default=tiny.TEMPLATE, tool_use=other)
@@ -1048,7 +982,7 @@ def test_tool_templates_are_one_cache_apart(tiny_home: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tag", ["{% generation %}", "{%- generation -%}", None])
-def test_generation_tags_that_are_not_read_are_named(tag: str | None, stream: bool, tiny_home: Path) -> None:
+def test_generation_tags_that_are_not_read_are_named(tag, stream, tiny_home):
     body = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.reasoning_content or '' }}"
     body += f"{tag}{{{{ m.content }}}}{{% endgeneration %}}" if tag else "{{ m.content }}"
     Path("t.jinja").write_text(body + "{{ '<|im_end|>' }}{{ '\n' }}{% endfor %}")

@@ -11,8 +11,6 @@ the 16 documents of a step are 16 rows of one or 8 rows of two. How many of a do
 in the `chat` case (1 to 18), so that no mean of means passes for the mean.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import zlib

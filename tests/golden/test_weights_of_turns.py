@@ -1,7 +1,5 @@
 """Turns with a weight: the mean over tokens times weights, against transformers' logits, whatever the layout."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from meshes import further
 from optrush.config import Config
 from optrush.decide import decide
 from optrush.errors import DataError
@@ -48,7 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_loss_is_the_weighted_mean(box: Path, tmp_path: Path, layout: str) -> None:
+def test_the_loss_is_the_weighted_mean(box, tmp_path, layout):
     """Of all samples of the first step: sum of w times -log p over sum of w, by transformers' logits."""
     job = assembled(run(box, tmp_path / "w.jsonl", **LAYOUTS[layout]))
     batches = next(job.batches)
@@ -72,7 +71,7 @@ def test_the_loss_is_the_weighted_mean(box: Path, tmp_path: Path, layout: str) -
     assert found != pytest.approx(first_gradients(plain)[0], rel=1e-4)
 
 
-def test_the_tokens_of_a_turn_have_its_weight(box: Path, tmp_path: Path) -> None:
+def test_the_tokens_of_a_turn_have_its_weight(box, tmp_path):
     """From its first token to its end-of-turn token; those of other answers have 1."""
     job = assembled(run(box, tmp_path / "w.jsonl", (0.25,)))
     for i in range(len(job.stream.source)):
@@ -84,8 +83,8 @@ def test_the_tokens_of_a_turn_have_its_weight(box: Path, tmp_path: Path) -> None
         assert mine == {0.25} and all(other == {1.0} for other in others)
 
 
-@pytest.mark.parametrize("w", [0.5, 3.0, 1e-3])
-def test_a_weight_that_all_have_changes_nothing(box: Path, tmp_path: Path, w: float) -> None:
+@pytest.mark.parametrize("w", [3.0, 1e-3])
+def test_a_weight_that_all_have_changes_nothing(box, tmp_path, w):
     found, usual = (
         first_gradients(assembled(run(box, tmp_path / f"{n}.jsonl", (each,), last=False, packed=True)))
         for n, each in enumerate((w, 1.0))
@@ -100,15 +99,15 @@ def losses(box: Path, file: Path, with_: dict[str, Any], micro: int) -> list[tup
     return [f[:2] for f in steps(job, 2)]
 
 
-@pytest.mark.parametrize("with_", [{"ddp": {}}, {"fsdp": {}}, {"context": {}, "fsdp": {}}], ids=str)
-def test_ranks(box: Path, tmp_path: Path, pair: Any, with_: dict[str, Any]) -> None:
+@pytest.mark.parametrize("with_", further([{"context": {}, "fsdp": {}}, {"ddp": {}}, {"fsdp": {}}], 2), ids=str)
+def test_ranks(box, tmp_path, pair, with_):
     run(box, file := tmp_path / "w.jsonl")
     one = losses(box, file, {}, 4)
     for side in pair(losses, box, file, with_, 2):
         assert side == [pytest.approx(step, rel=1e-4) for step in one]
 
 
-def test_held_out_rows_have_weights(box: Path, tmp_path: Path) -> None:
+def test_held_out_rows_have_weights(box, tmp_path):
     run(box, tmp_path / "held.jsonl", (3.0, 1.0, 0.5))
     sets = [f"data.eval={tmp_path}/held.jsonl"]
     job = assembled(run(box, tmp_path / "w.jsonl", sets=sets))
@@ -122,6 +121,6 @@ def test_held_out_rows_have_weights(box: Path, tmp_path: Path) -> None:
     (["data.train_on=all"], "every token is a target"),
     (["objective=distill", "distill.teacher=tiny"], "objective: sft"),
 ])  # fmt: skip
-def test_what_weights_do_not_go_with(box: Path, tmp_path: Path, sets: list[str], says: str) -> None:
+def test_what_weights_do_not_go_with(box, tmp_path, sets, says):
     with pytest.raises(DataError, match=says):
         assembled(decide(run(box, tmp_path / "w.jsonl", sets=sets)))

@@ -1,8 +1,5 @@
 """What tests on a GPU share: they want one, and compiled code of one test is not counted against the next one's."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
+def _compiled_anew():
     yield
     torch._dynamo.reset()

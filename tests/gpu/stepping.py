@@ -1,7 +1,5 @@
 """A run of short conversations, and its steps, which may have to pass without waiting for the device."""
 
-from __future__ import annotations
-
 import torch
 
 from optrush.trainer.trainer import Trainer

@@ -6,8 +6,6 @@ of a published one: of the size that transformers draws, and such as bfloat16 ha
 of products and sums. tests/parity has the same cases, and more of them, on a CPU.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import sys
@@ -38,11 +36,9 @@ SETS = (f"batch.seq={T}", f"batch.tokens={4 * T}", f"batch.micro_tokens={4 * T}"
 SIZE = 0.03  # of what is added to the first values of PEFT's adapters
 
 FUSED = {"fused-kernels": {"norm": True, "rope": True}, "fused-loss": {"chunk": 128}}
-QUACK = {
-    **FUSED,
-    "fused-kernels": {"mlp": "quack", "norm": True, "rope": True},
-    "fused-loss": {"impl": "quack", "chunk": 128},
-}
+QUACK = {**FUSED, "fused-kernels": {
+    "mlp": "quack", "norm": True, "rope": True,
+}, "fused-loss": {"impl": "quack", "chunk": 128}}  # fmt: skip
 PATHS = {
     "plain": {},
     "sdpa": {"attention": {"impl": "sdpa"}, **FUSED},  # the only one that takes float32
@@ -58,7 +54,7 @@ Asked = tuple[float, dict[str, torch.Tensor]]  # a loss, and gradients under the
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory):
     made, folder = reference(MODEL), tmp_path_factory.mktemp("model")
     with torch.no_grad():
         for p in made.parameters():
@@ -137,8 +133,6 @@ def near(ours: Asked, theirs: Asked) -> None:
 
 
 # Over a dense base.
-
-
 @pytest.mark.parametrize("case", ["all", "attention", "rslora", "dora", "ia3", "transformers", "transformers, dora"])
 def test_float32(model, peft, tmp_path, case):
     adapter, theirs = peft(case)
@@ -160,30 +154,18 @@ def test_float32_by_the_fast_path(model, peft, tmp_path, case, path):
     same(answered(job_of(model, tmp_path, case, adapter, **PATHS[path])), theirs)
 
 
-@pytest.mark.parametrize(
-    ("case", "precision", "path"),
-    [
-        ("attention", "bf16", "varlen"),
-        ("dora", "amp", "varlen"),
-        ("ia3", "bf16", "varlen"),
-        ("all", "bf16", "varlen compiled"),
-        ("ia3", "amp", "fa4"),
-        ("dora", "bf16", "fa4"),
-        ("attention", "bf16", "quack"),
-        ("rslora", "amp", "quack"),
-        ("all", "amp", "quack compiled"),
-        ("all", "amp", "loss compiled"),
-        ("all", "bf16", "quack compiled"),
-    ],
-)
+@pytest.mark.parametrize(("case", "precision", "path"), [
+    ("attention", "bf16", "varlen"), ("dora", "amp", "varlen"), ("ia3", "bf16", "varlen"),
+    ("all", "bf16", "varlen compiled"), ("ia3", "amp", "fa4"), ("dora", "bf16", "fa4"), ("attention", "bf16", "quack"),
+    ("rslora", "amp", "quack"), ("all", "amp", "quack compiled"), ("all", "amp", "loss compiled"),
+    ("all", "bf16", "quack compiled"),
+])  # fmt: skip
 def test_bfloat16_by_the_fast_path(model, peft, tmp_path, case, precision, path):
     adapter, theirs = peft(case)
     near(answered(job_of(model, tmp_path, case, adapter, **{precision: {}}, **PATHS[path])), theirs)
 
 
 # Over a base in few bits.
-
-
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("path", ["plain", "sdpa"])
 def test_float32_over_4_bits(qlora, tmp_path, double, path):

@@ -1,8 +1,5 @@
 """`train.save: async` on a GPU: what is written is the step that was saved, whatever follows on the device."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +17,7 @@ DEVICE = torch.device("cuda")
 SHAPES = {"wide": (4096, 4096), "norm": (4097,), "one": ()}
 
 
-def test_the_copy_is_of_the_step_that_was_saved(tmp_path: Path) -> None:
+def test_the_copy_is_of_the_step_that_was_saved(tmp_path):
     text = f"{{model: tiny, objective: sft, data: {{random: 8}}, output: '{tmp_path}', train: {{save: async}}}}"
     config = parse_config(text, "test")
     kinds = {"norm": torch.bfloat16}

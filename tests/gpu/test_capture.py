@@ -1,12 +1,9 @@
 """Real graphs against the plain window, 8-bit products against the emulated ones, tuned blocks against the baseline."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -110,7 +107,7 @@ def test_near_the_plain_window_as_runs_go(withs):
 
 
 @pytest.mark.parametrize("withs", [*ORDERED, ("cuda-graphs", *ORDERED[-1])], ids="+".join)
-def test_marks_lie_in_the_queue_and_in_the_graph(withs: tuple[str, ...], deterministic) -> None:
+def test_marks_lie_in_the_queue_and_in_the_graph(withs, deterministic):
     """Two micro-batches a step: two of the head's regions, forward and backward, in each; the same bits as without."""
     wanted, weights = played(job_of(*withs))
     trainer = job_of(*withs)
@@ -162,7 +159,7 @@ def test_evaluation_and_windows_of_other_shapes_beside_it(deterministic):
     assert all(torch.equal(a.local, b.local) for a, b in zip(ours.trained, plain.trained))
 
 
-def test_it_resumes_with_equal_bits(tmp_path: Path, deterministic):
+def test_it_resumes_with_equal_bits(tmp_path, deterministic):
     """The last three steps once more, from the checkpoint of the third, in a recording of their own."""
     text = BASE.replace("output: unused", f"output: {tmp_path / 'out'}")
     config = parse_config(text, "test", withs=("cuda-graphs", "packing", "fused-adamw"))
@@ -222,8 +219,6 @@ def test_eight_bits_are_near_bf16(precision, more):
 
 
 # Tuning.
-
-
 def test_tuned_blocks_match_the_baseline():
     withs = ("packing", "attention:impl=sdpa", "fused-loss:chunk=512")
     want, _ = played(job_of(*withs))

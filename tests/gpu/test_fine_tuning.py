@@ -3,14 +3,11 @@
 tests/gpu/test_adapters.py holds the adapters themselves against PEFT.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,22 +22,20 @@ from trials import apart, assembled, first_gradients, golden_run, steps
 
 sys.path.append(str(Path(__file__).parents[1] / "parity"))  # which pytest has not added, where this folder runs alone
 
-from test_dpo import CLOSE, agrees_with_trl, dpo_run, filled, filled_box, trls
+from test_objectives import CLOSE, agrees_with_trl, filled, filled_box, run_of, trls
 
 DEVICE = torch.device("cuda")
 FUSED = {"attention": {"impl": "sdpa"}, "fused_kernels": {"norm": True, "rope": True}}
 
 
 # Preferences, in float32.
-
-
 @pytest.fixture(scope="module")
-def folder(box: Path) -> Path:
+def folder(box):
     return filled_box(box)
 
 
 @pytest.fixture(scope="module")
-def trainer(folder: Path) -> Any:
+def trainer(folder):
     pytest.importorskip("trl")
     made = trls(folder, DEVICE)
     assert made.model.device.type == made.ref_model.device.type == DEVICE.type
@@ -61,7 +56,7 @@ def test_an_adapter_is_its_own_reference(folder, tmp_path, with_):
     found = []
     for how in ("adapter", "precomputed"):
         sets = [f"dpo.reference={how}", f"data.cache={tmp_path}"]
-        job = filled(dpo_run(folder, packed=True, rows=2, sets=sets, lora={"rank": 4}, **with_))
+        job = filled(run_of(folder, model="untied", packed=True, rows=2, sets=sets, lora={"rank": 4}, **with_))
         with torch.no_grad():
             for t in job.trained:
                 t.local.add_(0.05)
@@ -74,26 +69,17 @@ def test_an_adapter_is_its_own_reference(folder, tmp_path, with_):
 
 
 # What is frozen.
-
-
 def raw(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Copies of the bytes of all parameters and buffers."""
     held = [*trainer.model.named_parameters(), *trainer.model.named_buffers()]
     return {name: t.detach().contiguous().flatten().view(torch.uint8).clone() for name, t in held}
 
 
-@pytest.mark.parametrize(
-    "with_",
-    [
-        {},
-        {"bf16": {}, **FUSED, "fused_adamw": {}},
-        {"nf4": {}},
-        {"nf4": {}, "bf16": {}, **FUSED, "attention": {"impl": "varlen"}, "fused_adamw": {}},
-        {"nf4": {"double": False}, "amp": {}},
-        {"int8": {}, "bf16": {}},
-    ],
-    ids=lambda with_: "+".join(with_) or "float32",
-)
+@pytest.mark.parametrize("with_", [
+    {}, {"bf16": {}, **FUSED, "fused_adamw": {}}, {"nf4": {}},
+    {"nf4": {}, "bf16": {}, **FUSED, "attention": {"impl": "varlen"}, "fused_adamw": {}},
+    {"nf4": {"double": False}, "amp": {}}, {"int8": {}, "bf16": {}},
+], ids=lambda with_: "+".join(with_) or "float32")  # fmt: skip
 def test_what_is_frozen_stays_as_it_was(box, with_):
     """After five steps no bit of the base is another, and all that is trained has moved."""
     job = assembled(golden_run(box, packed=True, lora={"rank": 4}, **with_))
@@ -120,7 +106,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def call(monkeypatch, capsys) -> Call:
+def call(monkeypatch, capsys):
     """`optrush ARGUMENTS` in this process: exit code, what it printed and said."""
 
     def called(*arguments: str) -> tuple[int, str, str]:

@@ -1,10 +1,7 @@
 """What only a GPU can show: its kernels against the float32 baseline, and that a step never waits for the device."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,25 +48,18 @@ def cosine(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.fixture(scope="module")
-def packed() -> tuple[float, dict[str, torch.Tensor]]:
+def packed():
     return first(job_of("packing"))
 
 
 @pytest.fixture(scope="module")
-def single() -> tuple[float, dict[str, torch.Tensor]]:
+def single():
     return first(job_of())
 
 
-@pytest.mark.parametrize(
-    "withs",
-    [
-        ("attention:impl=sdpa",),
-        ("fused-loss:chunk=512",),
-        ("compile",),
-        ("compile", "attention:impl=sdpa", "fused-loss:chunk=512", "recompute", "fused-adamw"),
-    ],
-    ids="+".join,
-)
+@pytest.mark.parametrize("withs", [("attention:impl=sdpa",), ("fused-loss:chunk=512",), ("compile",), (
+    "compile", "attention:impl=sdpa", "fused-loss:chunk=512", "recompute", "fused-adamw",
+)], ids="+".join)  # fmt: skip
 def test_float32_techniques_match_the_baseline(withs, packed):
     loss, grads = first(job_of("packing", *withs))
     assert loss == pytest.approx(packed[0], rel=1e-5)
@@ -77,40 +67,24 @@ def test_float32_techniques_match_the_baseline(withs, packed):
         assert (grads[name] - g).norm() <= 2e-4 * g.norm(), name
 
 
-@pytest.mark.parametrize(
-    "withs",
-    [
-        ("amp",),
-        ("bf16",),
-        ("amp:dtype=fp16",),
-        ("amp", "attention:impl=varlen"),
-        ("bf16", "attention:impl=varlen", "compile", "fused-loss"),
-        ("bf16", "attention:impl=fa4", "compile"),
-        ("amp", "attention:impl=fa4", "fused-kernels"),
-        ("amp", "attention:impl=sdpa", "compile", "fused-loss", "recompute:every=2"),
-        FASTEST,
-    ],
-    ids="+".join,
-)
+@pytest.mark.parametrize("withs", [
+    ("amp",), ("bf16",), ("amp:dtype=fp16",), ("amp", "attention:impl=varlen"),
+    ("bf16", "attention:impl=varlen", "compile", "fused-loss"), ("bf16", "attention:impl=fa4", "compile"),
+    ("amp", "attention:impl=fa4", "fused-kernels"),
+    ("amp", "attention:impl=sdpa", "compile", "fused-loss", "recompute:every=2"), FASTEST,
+], ids="+".join)  # fmt: skip
 def test_half_precision_matches_the_float32_baseline(withs, packed):
     loss, grads = first(job_of("packing", *withs))
     assert loss == pytest.approx(packed[0], rel=5e-3)
     assert cosine(packed[1], grads) >= 0.999
 
 
-@pytest.mark.parametrize(
-    "withs",
-    [
-        ("bf16", "attention:impl=cudnn"),
-        ("bf16", "attention:impl=fa4"),
-        ("bf16", "attention:impl=varlen", "compile"),
-        ("bf16", "attention:impl=fa4", "compile", "fused-kernels"),
-        ("bf16", "attention:impl=fa4", "compile", "fused-kernels:mlp=quack"),
-        ("amp:stream=half", "attention:impl=fa4", "compile", "fused-kernels:mlp=quack"),
-        FASTEST,
-    ],
-    ids="+".join,
-)
+@pytest.mark.parametrize("withs", [
+    ("bf16", "attention:impl=cudnn"), ("bf16", "attention:impl=fa4"), ("bf16", "attention:impl=varlen", "compile"),
+    ("bf16", "attention:impl=fa4", "compile", "fused-kernels"),
+    ("bf16", "attention:impl=fa4", "compile", "fused-kernels:mlp=quack"),
+    ("amp:stream=half", "attention:impl=fa4", "compile", "fused-kernels:mlp=quack"), FASTEST,
+], ids="+".join)  # fmt: skip
 def test_rows_of_one_document(withs, single):
     loss, grads = first(job_of(*withs))
     assert loss == pytest.approx(single[0], rel=5e-3)
@@ -118,13 +92,10 @@ def test_rows_of_one_document(withs, single):
 
 
 PATHS = [
-    ("attention:impl=masked",),
-    ("attention:impl=sdpa",),
-    ("amp", "attention:impl=sdpa"),
-    ("amp", "attention:impl=varlen"),
-    ("bf16", "attention:impl=varlen", "compile", "fused-loss:chunk=512"),
+    ("attention:impl=masked",), ("attention:impl=sdpa",), ("amp", "attention:impl=sdpa"),
+    ("amp", "attention:impl=varlen"), ("bf16", "attention:impl=varlen", "compile", "fused-loss:chunk=512"),
     ("bf16", "attention:impl=fa4", "compile"),
-]
+]  # fmt: skip
 
 
 def packed_batch(*withs: str) -> tuple[Trainer, Batch]:
@@ -166,7 +137,7 @@ def test_another_token_changes_no_bit_of_the_others_gradients(withs):
 
 
 @pytest.mark.parametrize("withs", [("amp",), ("amp:dtype=fp16",), ("bf16", "compile", "fused-loss")], ids="+".join)
-def test_a_step_never_waits_for_the_device(withs, tmp_path: Path):
+def test_a_step_never_waits_for_the_device(withs, tmp_path):
     """From the second step on nothing synchronises, though each step logs."""
     trainer = job_of("packing", "fused-adamw", "attention:impl=varlen", *withs)
     plan = trainer.stream.plan(None, 4)

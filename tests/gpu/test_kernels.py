@@ -1,12 +1,9 @@
 """Kernels that only a GPU runs, each against a reference in float32."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,16 +11,7 @@ import torch
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
-from optrush.kernels import (
-    adamw,
-    attention,
-    cross_entropy,
-    linear_cross_entropy,
-    lora_matmul,
-    rms_norm,
-    rope,
-    swiglu,
-)
+from optrush.kernels import adamw, attention, cross_entropy, linear_cross_entropy, lora_matmul, rms_norm, rope, swiglu
 from optrush.kernels.attention import flash4
 from optrush.kernels.cross_entropy import liger
 from optrush.kernels.linear_cross_entropy import scale_to_dtype
@@ -171,13 +159,10 @@ def test_products_of_groups(compiled, width, rows):
 @pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "amp"])
 @pytest.mark.parametrize("slot", ["feed", "grouped"])
-@pytest.mark.parametrize(
-    ("compiled", "crowded", "D", "F", "k"),
-    [
-        (False, False, 256, 96, 2), (False, True, 256, 96, 2), (False, True, 2048, 768, 8),
-        (False, False, 4096, 384, 8), (True, False, 256, 96, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("compiled", "crowded", "D", "F", "k"), [
+    (False, False, 256, 96, 2), (False, True, 256, 96, 2), (False, True, 2048, 768, 8), (False, False, 4096, 384, 8),
+    (True, False, 256, 96, 2),
+])  # fmt: skip
 def test_a_layer_of_experts(compiled, autocast, slot, crowded, D, F, k):
     """No further from float32 than the plain layer in the same precision, or hardly; the kernels' tiles differ with D.
 
@@ -533,7 +518,7 @@ def test_torch_multiplies_grouped_heads_in_float32_plainly():
 
 
 @pytest.mark.skipif(library("flash-attn-4") is None, reason="flash-attn-4 is not installed")
-def test_the_next_process_finds_what_flash_attention_4_compiled(tmp_path: Path):
+def test_the_next_process_finds_what_flash_attention_4_compiled(tmp_path):
     """The second process writes nothing: it would replace what it could not load."""
     script = """
 import torch
@@ -628,22 +613,15 @@ def test_scaled_beyond_32_bits():
 def test_stochastic_rounding_at_the_edges():
     from optrush.kernels import adamw_triton
 
-    found, want = (
-        edges(adamw_triton.launch_stochastic, "cuda"),
-        edges(adamw.write_stochastic),
-    )
+    found, want = (edges(adamw_triton.launch_stochastic, "cuda"), edges(adamw.write_stochastic))
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("slots", "heads", "group", "wide", "out", "masks"),
-    [
-        (3, 2, 3, 64, 64, {}), (5, 2, 1, 96, 64, {"window": 40}), (2, 1, 4, 24, 24, {"sinks": True}),
-        (300, 8, 2, 128, 128, {}), (70, 8, 2, 64, 64, {"cap": 5.0}),
-        (1, 4, 8, 256, 256, {"window": 200, "sinks": True}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("slots", "heads", "group", "wide", "out", "masks"), [
+    (3, 2, 3, 64, 64, {}), (5, 2, 1, 96, 64, {"window": 40}), (2, 1, 4, 24, 24, {"sinks": True}),
+    (300, 8, 2, 128, 128, {}), (70, 8, 2, 64, 64, {"cap": 5.0}), (1, 4, 8, 256, 256, {"window": 200, "sinks": True}),
+])  # fmt: skip
 def test_attention_of_new_tokens_is_that_of_whole_slots(dtype, slots, heads, group, wide, out, masks):
     from optrush.kernels.decode_attention_triton import decode_attention
     from optrush.models.kv_cache import attend_slots

@@ -1,7 +1,5 @@
 """8-bit moments and updates in the backward pass on a GPU: bits, waiting, memory."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from types import SimpleNamespace
@@ -25,11 +23,9 @@ def optimizer(dtype: torch.dtype, rounding: str, device: str) -> Adam8bit:
     found = []
     for name, shape in SIZES.items():
         local = (0.02 * torch.randn(shape, generator=g)).to(device, dtype)
-        found.append(
-            SimpleNamespace(
-                name=name, local=local, grad=None, decays=len(shape) > 1, full_shape=shape, offset=(0,) * len(shape)
-            )
-        )
+        found.append(SimpleNamespace(
+            name=name, local=local, grad=None, decays=len(shape) > 1, full_shape=shape, offset=(0,) * len(shape),
+        ))  # fmt: skip
     return Adam8bit(found, Optim(lr=1e-3), rounding=rounding, seed=7)
 
 
@@ -41,11 +37,9 @@ def moved(ours: Adam8bit, number: int, device: str, bad: bool = False) -> None:
     ours.step(torch.tensor(1e-3, device=device), torch.tensor(8.0, device=device), torch.tensor(bad, device=device))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rounding"),
-    [(torch.float32, "nearest"), (torch.bfloat16, "nearest"), (torch.bfloat16, "stochastic")],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "rounding"), [
+    (torch.float32, "nearest"), (torch.bfloat16, "nearest"), (torch.bfloat16, "stochastic"),
+], ids=str)  # fmt: skip
 def test_the_kernel_has_the_references_bits(dtype, rounding):
     """Weights, codes, scales and counts after several steps, one of them skipped: kernel, reference on GPU and CPU."""
     kernel, plain = (optimizer(dtype, rounding, "cuda") for _ in range(2))
@@ -66,17 +60,11 @@ def job_of(*withs: str) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize(
-    "withs",
-    [
-        ("amp", "adam8bit"),
-        ("bf16", "adam8bit", "compile", "fused-loss"),
-        ("bf16", "adam8bit", "update-in-backward", "compile", "fused-loss", "recompute"),
-        ("bf16", "fused-adamw", "update-in-backward"),
-        ("amp", "fused-adamw", "update-in-backward"),
-    ],
-    ids="+".join,
-)
+@pytest.mark.parametrize("withs", [
+    ("amp", "adam8bit"), ("bf16", "adam8bit", "compile", "fused-loss"),
+    ("bf16", "adam8bit", "update-in-backward", "compile", "fused-loss", "recompute"),
+    ("bf16", "fused-adamw", "update-in-backward"), ("amp", "fused-adamw", "update-in-backward"),
+], ids="+".join)  # fmt: skip
 def test_a_step_never_waits_for_the_device(withs):
     trainer = job_of("packing", "attention:impl=varlen", *withs)
     assert not trainer.optimizer.reads_host

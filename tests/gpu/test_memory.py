@@ -1,7 +1,5 @@
 """A lack of memory as CUDA has it: the rehearsal, halving, and the cap; through the command itself."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -33,7 +31,7 @@ SHAPE = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("small") / "model"
@@ -56,7 +54,7 @@ def losses(folder: Path) -> list[float]:
     return [m["loss"] for m in lines(folder) if "loss" in m]
 
 
-def test_what_does_not_fit_is_refused_before_step_0(model: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_before_step_0(model, tmp_path):
     done = train(tmp_path, model, "--with", "memory-cap:mib=16000")
     assert done.returncode == 2, done.stderr[-3000:]
     assert "micro-batches of 32 rows of 1024 tokens" in done.stderr and "CUDA out of memory" in done.stderr
@@ -64,7 +62,7 @@ def test_what_does_not_fit_is_refused_before_step_0(model: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("more", [(), ("--with", "compile")], ids=["eager", "compile"])
-def test_halving_finds_what_fits(model: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_halving_finds_what_fits(model, tmp_path, more):
     """Under a cap 32 rows do not fit; the run that is halved learns what the run without a cap learns."""
     for name, flags in (("free", ()), ("capped", ("--with", "memory-cap:mib=16000", "--with", "micro-batch"))):
         (tmp_path / name).mkdir()
@@ -77,7 +75,7 @@ def test_halving_finds_what_fits(model: Path, tmp_path: Path, more: tuple[str, .
         assert line.get("peak_bytes", 0) <= 16000 << 20
 
 
-def test_auto_under_a_cap(model: Path, tmp_path: Path) -> None:
+def test_auto_under_a_cap(model, tmp_path):
     """The prediction fits at once, or nearly: the size that is written fits under the cap."""
     done = train(tmp_path, model, "--with", "memory-cap:mib=16000", "--set", "batch.micro_tokens=auto")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -86,7 +84,7 @@ def test_auto_under_a_cap(model: Path, tmp_path: Path) -> None:
     assert isinstance(found.batch.micro_tokens, int) and found.batch.micro_tokens < 32768
 
 
-def test_equal_bits_below_the_cap(model: Path, tmp_path: Path) -> None:
+def test_equal_bits_below_the_cap(model, tmp_path):
     for name, flags in (("free", ()), ("capped", ("--with", "memory-cap:fraction=0.9"))):
         (tmp_path / name).mkdir()
         done = train(tmp_path / name, model, "--set", "batch.micro_tokens=4096", *flags)
@@ -95,7 +93,7 @@ def test_equal_bits_below_the_cap(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("withs", [(), ("bf16", "compile", "fused-loss"), ("amp:dtype=fp16",)], ids="+".join)
-def test_the_rehearsal_changes_no_bit(tmp_path: Path, model: Path, withs: tuple[str, ...]) -> None:
+def test_the_rehearsal_changes_no_bit(tmp_path, model, withs):
     """Weights, states, scale and both random states, with the kernels of a GPU."""
     from optrush.decide import decide
     from optrush.trainer import run as rehearse
@@ -115,7 +113,7 @@ def test_the_rehearsal_changes_no_bit(tmp_path: Path, model: Path, withs: tuple[
         assert all(torch.equal(states[name][k], s) for k, s in by.items()), name
 
 
-def test_what_is_released_goes_back_to_the_device(model: Path) -> None:
+def test_what_is_released_goes_back_to_the_device(model):
     from optrush.decide import decide
     from optrush.trainer import run
     from optrush.trainer.build import build
@@ -130,7 +128,7 @@ def test_what_is_released_goes_back_to_the_device(model: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("data", ["ddp", "fsdp"])
-def test_two_ranks_begin_again(model: Path, tmp_path: Path, data: str) -> None:
+def test_two_ranks_begin_again(model, tmp_path, data):
     flags = ("--ranks", "2", "--with", data, "--with", "micro-batch", "--with", "memory-cap:mib=12000")
     done = train(tmp_path, model, "--set", "batch.tokens=65536", *flags)
     assert done.returncode == 0, done.stderr[-3000:]

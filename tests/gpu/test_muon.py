@@ -1,7 +1,5 @@
 """Optimizers made of torch's own operators, on a GPU: the rounding kernel, waiting, the same steps as on a CPU."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -28,11 +26,7 @@ def test_the_kernel_has_the_references_bits(size):
     for shift, bad in ((0, False), (16, False), (0, True)):
         key = step_key(torch.tensor([key_words(3, "a")]), torch.tensor([5.0]))[0]
         sides = [torch.ones(size, dtype=torch.bfloat16, device=device) for device in ("cpu", "cuda", "cuda")]
-        for side, write in zip(
-            sides,
-            (write_stochastic, write_stochastic, launch_stochastic),
-            strict=True,
-        ):
+        for side, write in zip(sides, (write_stochastic, write_stochastic, launch_stochastic), strict=True):
             on = side.device
             write(side, value.to(on), torch.tensor(bad, device=on), key.to(on), shift, 1 << 33)
         assert torch.equal(sides[0], sides[1].cpu()) and torch.equal(sides[0], sides[2].cpu())

@@ -1,7 +1,5 @@
 """AdamW on a GPU: bfloat16 weights, 4-bit moments, states on the host; bits, and no wait for the device."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from functools import partial
@@ -31,11 +29,7 @@ train: {steps: 6}
 output: unused
 """
 ROUNDINGS = ["nearest", "stochastic", "kahan"]
-WITHS = {
-    "nearest": ("bf16:rounding=nearest",),
-    "stochastic": ("bf16",),
-    "kahan": ("bf16:rounding=kahan",),
-}
+WITHS = {"nearest": ("bf16:rounding=nearest",), "stochastic": ("bf16",), "kahan": ("bf16:rounding=kahan",)}
 
 
 def job_of(*withs: str, sets: tuple[str, ...] = ()) -> Trainer:
@@ -159,22 +153,17 @@ LOW = {"whole": (512, 2048), "odd": (333, 896), "rest": (40, 1001), "norm": (204
 
 def adam4bit(dtype: torch.dtype, rounding: kernel.Rounding, device: str) -> Adam4bit:
     g = torch.Generator().manual_seed(3)
-    found = [
-        SimpleNamespace(
-            name=name, local=(0.02 * torch.randn(shape, generator=g)).to(device, dtype), grad=None,
-            decays=len(shape) > 1, full_shape=shape, offset=(0,) * len(shape),
-        )
-        for name, shape in LOW.items()
-    ]  # fmt: skip
+    found = [SimpleNamespace(
+        name=name, local=(0.02 * torch.randn(shape, generator=g)).to(device, dtype), grad=None, decays=len(shape) > 1,
+        full_shape=shape, offset=(0,) * len(shape),
+    ) for name, shape in LOW.items()]  # fmt: skip
     return Adam4bit(found, Optim(lr=1e-3), rounding=rounding, seed=7)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rounding"),
-    [(torch.float32, "nearest"), (torch.bfloat16, "nearest"), (torch.bfloat16, "stochastic")],
-    ids=str,
-)
-def test_4_bit_codes_have_the_references_bits(dtype: torch.dtype, rounding: kernel.Rounding) -> None:
+@pytest.mark.parametrize(("dtype", "rounding"), [
+    (torch.float32, "nearest"), (torch.bfloat16, "nearest"), (torch.bfloat16, "stochastic"),
+], ids=str)  # fmt: skip
+def test_4_bit_codes_have_the_references_bits(dtype, rounding):
     """Weights, codes, scales and counts after several steps, one of them skipped: kernel, reference on GPU and CPU."""
     ours, plain, cpu = (adam4bit(dtype, rounding, where) for where in ("cuda", "cuda", "cpu"))
     plain.updates = [partial(adam8bit_update, group) for group in plain.groups]
@@ -198,7 +187,7 @@ PAGED = [("fused-adamw",), ("bf16", "fused-adamw"), ("bf16:rounding=kahan",), ("
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(monkeypatch):
     """The tiny model's parameters are several pieces."""
     monkeypatch.setattr(paged_states, "PIECE", 1 << 16)
     monkeypatch.setattr(paged_states, "LEAST", 1 << 10)

@@ -1,7 +1,5 @@
 """Frozen weights in 4 and 8 bits on the device: the kernels' bits, bitsandbytes' bytes, a linear's products."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Two GPUs against one: the same losses and gradient norms, through the command itself; and a resume between them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -39,7 +37,7 @@ def train(folder: Path, *flags: str) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def experts(tmp_path_factory):
     """The tiny model's folder with eight experts in each block."""
     folder = tmp_path_factory.mktemp("experts")
     write_tiny(folder)
@@ -55,7 +53,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+def alone(tmp_path_factory):
     return train(tmp_path_factory.mktemp("alone"))
 
 
@@ -67,7 +65,7 @@ AXES = [
 
 
 @pytest.mark.parametrize("withs", AXES)
-def test_float32(withs: str, alone: list[dict[str, float]], tmp_path: Path) -> None:
+def test_float32(withs, alone, tmp_path):
     if withs.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
     named = [text for name in withs.split() for text in ("--with", name)]
@@ -82,7 +80,7 @@ def test_float32(withs: str, alone: list[dict[str, float]], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("case", "withs"), [("experts", "fsdp experts"), ("experts", "ddp experts"), ("rows", "context:kind=ring fsdp")]
 )
-def test_float32_otherwise(case: str, withs: str, experts: Path, tmp_path: Path) -> None:
+def test_float32_otherwise(case, withs, experts, tmp_path):
     """What needs another model; or rows of one document, and products in 16 bits."""
     (tmp_path / "one").mkdir()
     rows = ["--without", "packing", "--with", "bf16"]
@@ -96,7 +94,7 @@ def test_float32_otherwise(case: str, withs: str, experts: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "amp", "amp:dtype=fp16"])
-def test_half_precision(precision: str, alone: list[dict[str, float]], tmp_path: Path) -> None:
+def test_half_precision(precision, alone, tmp_path):
     """FSDP reduces in the gradients' own type: a reduction that loses them would show in the norm."""
     found = train(tmp_path, "--ranks", "2", "--with", "fsdp", "--with", precision, "--with", "attention")
     for a, b in zip(alone[:2], found[:2], strict=True):
@@ -104,7 +102,7 @@ def test_half_precision(precision: str, alone: list[dict[str, float]], tmp_path:
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=3e-2)
 
 
-def test_two_then_one(alone: list[dict[str, float]], tmp_path: Path) -> None:
+def test_two_then_one(alone, tmp_path):
     train(tmp_path, "--ranks", "2", "--with", "fsdp")
     shutil.rmtree(tmp_path / "out/checkpoints/step-000006")
     for a, b in zip(alone, train(tmp_path, "--resume", "auto"), strict=True):

@@ -1,7 +1,5 @@
 """What blocks keep for the backward pass, on a GPU: real streams, real memory, real kernels' operators."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Iterator
@@ -78,18 +76,15 @@ def trained(withs: tuple[str, ...]) -> tuple[list[float], dict[str, torch.Tensor
         return losses, {t.name: t.local.clone() for t in trainer.trained}
 
 
-PATHS = [
-    (),
-    ("amp", "attention:impl=sdpa"),
-    ("bf16", "attention:impl=varlen"),
-    ("bf16", "attention:impl=varlen", "compile", "fused-loss:chunk=512"),
-]
+PATHS = [(), ("amp", "attention:impl=sdpa"), ("bf16", "attention:impl=varlen"), (
+    "bf16", "attention:impl=varlen", "compile", "fused-loss:chunk=512",
+)]  # fmt: skip
 KEPT = [(f"{SELECTIVE}:ops=products",), (f"{SELECTIVE}:ops=attention",)]
 MOVED = [(OFFLOAD,), (f"{OFFLOAD}:keep=0",), (OFFLOAD, "recompute"), (OFFLOAD, "recompute:every=2")]
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     """The tiny model's tensors are worth moving here."""
     monkeypatch.setattr(Offload.__init__, "__kwdefaults__", {"page": 1 << 16, "least": 256, "take": lambda size: None})
     torch._dynamo.reset()
@@ -97,7 +92,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", PATHS[:3], ids="+".join)
 @pytest.mark.parametrize("beside", [*KEPT, *MOVED], ids="+".join)
-def test_equal_bits(path: tuple[str, ...], beside: tuple[str, ...]) -> None:
+def test_equal_bits(path, beside):
     losses, weights = trained(path)
     found, after = trained((*path, *beside))
     assert found == losses
@@ -105,7 +100,7 @@ def test_equal_bits(path: tuple[str, ...], beside: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("beside", [*KEPT, (f"{SELECTIVE}:budget=0.5",), *MOVED, (OFFLOAD, SELECTIVE)], ids="+".join)
-def test_compiled(beside: tuple[str, ...]) -> None:
+def test_compiled(beside):
     losses, weights = trained(PATHS[3])
     found, after = trained((*PATHS[3], *beside))
     assert found == pytest.approx(losses, rel=5e-3)
@@ -118,7 +113,7 @@ def offloading(trainer: Trainer) -> Offload:
 
 
 @pytest.mark.parametrize("path", [PATHS[2], PATHS[3]], ids="+".join)
-def test_a_step_never_waits_for_the_device(path: tuple[str, ...]) -> None:
+def test_a_step_never_waits_for_the_device(path):
     """Nor takes pinned memory, from the third on."""
     trainer = job_of(TINY, ("packing", "fused-adamw", *path, OFFLOAD))
     list(steps(trainer, 1, 2))
@@ -147,19 +142,11 @@ def measured(*beside: str) -> tuple[int, float]:
     return torch.cuda.max_memory_allocated(), (time.perf_counter() - start) / 2
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [
-        ("recompute",),
-        (f"{SELECTIVE}:ops=products",),
-        (f"{SELECTIVE}:ops=attention",),
-        (OFFLOAD,),
-        (OFFLOAD, "recompute"),
-        (OFFLOAD, f"{SELECTIVE}:ops=products"),
-    ],
-    ids="+".join,
-)
-def test_the_plan_knows_the_peak(beside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("beside", [
+    ("recompute",), (f"{SELECTIVE}:ops=products",), (f"{SELECTIVE}:ops=attention",), (OFFLOAD,), (OFFLOAD, "recompute"),
+    (OFFLOAD, f"{SELECTIVE}:ops=products"),
+], ids="+".join)  # fmt: skip
+def test_the_plan_knows_the_peak(beside, monkeypatch):
     monkeypatch.undo()  # real pages
     said = search.predict(run_of(LLAMA, (*LARGE, *beside)), "h200")
     peak, seconds = measured(*beside)
@@ -169,7 +156,7 @@ def test_the_plan_knows_the_peak(beside: tuple[str, ...], monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("beside", [(), ("fused-kernels",)], ids=["", "fused-kernels"])
 @pytest.mark.parametrize("budget", [0.3, 0.5, 0.6, 0.9])
-def test_the_plan_knows_what_a_budget_keeps(budget: float, beside: tuple[str, ...]) -> None:
+def test_the_plan_knows_what_a_budget_keeps(budget, beside):
     withs = (*beside, f"{SELECTIVE}:budget={budget}")
     said = search.predict(run_of(LLAMA, (*LARGE, *withs)), "h200").peak_bytes
     peak, seconds = measured(*withs)

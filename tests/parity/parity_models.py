@@ -1,7 +1,5 @@
 """Tiny random Hugging Face models with nothing trivial in them, and the few lines that give one of ours real memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from transformers.utils import logging as transformers_logging
 
 from optrush.data.batch import Batch, collate
 from optrush.data.schema import Document
-from optrush.models.shapes import HF
 from optrush.models.weights import WeightMap, export_weights
 
 transformers_logging.disable_progress_bar()
@@ -252,9 +249,7 @@ def reference_alone(theirs: Any, batch: Batch) -> tuple[list[torch.Tensor], torc
     return found, loss
 
 
-def compare_gradients(
-    ours: torch.nn.Module, recipe: WeightMap, theirs: torch.nn.Module, every: bool = True, close: float = 1e-4
-) -> int:
+def compare_gradients(ours, recipe, theirs, every=True, close=1e-4):
     """Every gradient of ours, brought into the base's layout, against transformers'; how many tensors were compared."""
     grads = {name: p.grad for name, p in theirs.named_parameters()}
     if any(".experts.0." in name for entry in recipe.entries.values() for name, _ in entry.hf_shapes()):
@@ -358,9 +353,7 @@ def compare_isolated(ours: Any) -> None:
     assert all(map(torch.equal, grads, again))
 
 
-def compare_export(
-    theirs: Any, ours: Any, recipe: WeightMap, hf: HF, folder: Path, max_shard_bytes: float = 5e9
-) -> None:
+def compare_export(theirs, ours, recipe, hf, folder, max_shard_bytes=5e9):
     """Export, and load with transformers: equal bits under equal names."""
     export_weights(folder, ((n, p.data) for n, p in ours.named_parameters()), recipe, hf, max_shard_bytes)
     again, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

@@ -1,7 +1,5 @@
 """A model whose vocabulary has grown against transformers' own resizing, with the same rows: logits and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

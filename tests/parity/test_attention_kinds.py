@@ -1,12 +1,11 @@
 """Windows, sinks and every kind of RoPE in our decoder against transformers, and each kernel against the plain one."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_delta_rule import QWEN35
+from test_latent_attention import YOUTU
 from transformers import Llama4TextConfig
 
 from optrush import hardware
@@ -56,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kernel", ["masked", "sdpa"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_kind_is_that_of_transformers(case: str, kernel: str, tmp_path: Path) -> None:
+def test_a_kind_is_that_of_transformers(case, kernel, tmp_path):
     """Logits and gradients of packed documents, each alone in transformers, and rows of one document."""
     theirs = reference(CASES[case])
     hf = save(theirs, tmp_path)
@@ -85,7 +84,7 @@ def test_a_kind_is_that_of_transformers(case: str, kernel: str, tmp_path: Path) 
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("sunk", [False, True])
-def test_kernels_are_the_plain_softmax(single: bool, window: int | None, sunk: bool) -> None:
+def test_kernels_are_the_plain_softmax(single, window, sunk):
     """Written out query by query in float64, with the gradient of the sinks too; a bad value stays in its document."""
     batch = packed([[11]] if single else [[5, 6]], 11, 61, single=single)
     drawn = torch.Generator().manual_seed(0)
@@ -118,42 +117,6 @@ def test_kernels_are_the_plain_softmax(single: bool, window: int | None, sunk: b
             assert spoiled[0, 2:5].isnan().all() and not spoiled[0, :2].isnan().any()
 
 
-def test_kernels_without_windows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rows are longer than the window; up to it there is nothing to cut."""
-    given = {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 2}
-    monkeypatch.setitem(SHAPES, "windowed", {**SHAPES["qwen2.5-0.5b"], **given})
-    device, _ = hardware.parse_hardware("h100")
-    for impl, seq in (("cudnn", 512), ("fa4", 1024)):
-        decide(shaped("windowed", "bf16", f"attention:impl={impl}", seq=seq, rows=1), device=device, ranks=1)
-    with pytest.raises(NeedsError, match="a sliding window of 512 tokens"):
-        decide(shaped("windowed", "bf16", "attention:impl=cudnn", seq=1024, rows=1), device=device, ranks=1)
-
-
-@pytest.mark.parametrize(("impl", "card"), [("cudnn", "h100"), ("fa4", "5090")])
-def test_kernels_without_sinks_are_refused(impl: str, card: str) -> None:
-    """flash-attn-4 has no gradients with sinks on the newest cards for desktops."""
-    device, _ = hardware.parse_hardware(card)
-    with pytest.raises(NeedsError, match="attention sinks in the model"):
-        decide(shaped("gpt-oss-20b", "bf16", f"attention:impl={impl}", seq=128, rows=1), device=device, ranks=1)
-    device, _ = hardware.parse_hardware("h100")
-    decide(shaped("gpt-oss-20b", "bf16", "attention:impl=fa4", seq=128, rows=1), device=device, ranks=1)
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ({"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 2}, "a sliding window of 512 tokens"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic', whose angles depend on the length"),
-    ],
-)
-def test_what_context_cannot_cut(given: dict[str, Any], found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "odd", {**SHAPES["qwen2.5-0.5b"], **given})
-    device, _ = hardware.parse_hardware("h100")
-    config = shaped("odd", "context:size=2,kind=gather", seq=1024, rows=1)
-    with pytest.raises(NeedsError, match=found):
-        decide(config, device=device, ranks=2)
-
-
 # --- chunks, and layers without rotary embedding
 
 CHUNKED = {
@@ -164,12 +127,11 @@ CHUNKED = {
 
 
 @pytest.fixture
-def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
+def chunked(monkeypatch):
     monkeypatch.setitem(SHAPES, "chunked", CHUNKED)
-    monkeypatch.setitem(SHAPES, "chunked-dense", {**CHUNKED, "moe_layers": []})
 
 
-def test_chunks_begin_with_their_document() -> None:
+def test_chunks_begin_with_their_document():
     """Boundaries of rows with padding; documents that fit into a chunk are left as they are."""
     batch = packed([[5, 7, 3], [19, 1]], 20, 61)
     cut = batch.documents.in_chunks(6, batch.positions)
@@ -182,7 +144,7 @@ def test_chunks_begin_with_their_document() -> None:
     assert batch.documents.in_chunks(20, batch.positions) is batch.documents
 
 
-def test_queries_grow_with_their_position() -> None:
+def test_queries_grow_with_their_position():
     """At positions that no small model reaches, by the formula in float64."""
     positions = torch.tensor([[0, 8190, 8191, 16383, 1_000_000]], dtype=torch.int32)
     found = query_scales((8192, 0.1), positions)[0, :, 0, 0]
@@ -191,7 +153,7 @@ def test_queries_grow_with_their_position() -> None:
     assert torch.equal(query_scales(None, positions), torch.ones(1, 5, 1, 1))
 
 
-def test_published_sizes_are_counted() -> None:
+def test_published_sizes_are_counted():
     """Of Scout, whose sizes are transformers' defaults: 109B in all with its tower, 17B of them active."""
     shape = ModelShape.read(Llama4TextConfig().to_dict())
     assert 107e9 < shape.parameters < 108.5e9
@@ -199,39 +161,76 @@ def test_published_sizes_are_counted() -> None:
 
 
 @pytest.mark.usefixtures("chunked")
-def test_a_plan_of_chunks_is_what_torch_holds() -> None:
+def test_a_plan_of_chunks_is_what_torch_holds():
     check_prediction(shaped("chunked", "bf16", "fused-adamw", "attention", "fused-loss", seq=1024, rows=4), rel=0.03)
 
 
-@pytest.mark.usefixtures("chunked")
-@pytest.mark.parametrize(
-    ("technique", "found", "ranks"),
-    [
-        ("attention:impl=cudnn", "attention in chunks of 512 tokens", 1),
-        ("longlora", "chunks or capped scores in the model", 1),
-        ("fused-kernels:rope=true", "rotates neighbouring pairs", 1),
-        ("context:size=2", "layers without rotary embedding", 2),
-        ("tensor:size=2", "layers without rotary embedding", 2),
-    ],
-)
-def test_what_chunks_do_not_have(technique: str, found: str, ranks: int) -> None:
-    device, _ = hardware.parse_hardware("h100")
-    config = shaped("chunked-dense", "bf16", technique, seq=1024, rows=2)
-    with pytest.raises(NeedsError, match=found):
-        decide(config, device=device, ranks=ranks)
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ({"no_rope_layers": [1, 0]}, "2 values in no_rope_layers, and 3 layers"),
-        ({"layer_types": ["full_attention"]}, "1 values in layer_types, and 3 layers"),
-        ({"layer_types": ["sliding_attention"] * 3}, "layer types 'sliding_attention'"),
-        ({"attention_chunk_size": None}, "attention_chunk_size is None"),
-        ({"attn_scale": None}, "attn_scale is None"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn', where our decoder has default"),
-    ],
-)
-def test_chunks_that_are_not_those_of_transformers(given: dict[str, Any], found: str) -> None:
+@pytest.mark.parametrize(("given", "found"), [
+    ({"no_rope_layers": [1, 0]}, "2 values in no_rope_layers, and 3 layers"),
+    ({"layer_types": ["full_attention"]}, "1 values in layer_types, and 3 layers"),
+    ({"layer_types": ["sliding_attention"] * 3}, "layer types 'sliding_attention'"),
+    ({"attention_chunk_size": None}, "attention_chunk_size is None"), ({"attn_scale": None}, "attn_scale is None"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn', where our decoder has default"),
+])  # fmt: skip
+def test_chunks_that_are_not_those_of_transformers(given, found):
     with pytest.raises((NeedsError, ConfigError), match=found):
         ModelShape.read(EXPERTS["llama4_text"] | given)
+
+
+# --- what has no way to such layers
+
+WINDOWS = {**SHAPES["qwen2.5-0.5b"], "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 2}
+DYNAMIC = {**SHAPES["qwen2.5-0.5b"], "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+ODD = {
+    "windowed": WINDOWS, "dynamic": DYNAMIC, "chunked-dense": {**CHUNKED, "moe_layers": []}, "latent": YOUTU,
+    "delta": {**QWEN35, "num_hidden_layers": 4, "vocab_size": 32000},
+}  # fmt: skip
+MATRICES = "whose matrices it does not support"
+WITHOUT = (
+    "tensor:size=2", "pipeline:size=2", "context:size=2", "fp8", "muon", "cuda-graphs", "fused-kernels:mlp=quack",
+)  # fmt: skip
+HEADS, CUT = "query and key heads of 192, value heads of 128", "context:size=2,kind=gather"
+
+
+@pytest.fixture
+def odd(monkeypatch):
+    for name, hf in ODD.items():
+        monkeypatch.setitem(SHAPES, name, hf)
+
+
+@pytest.mark.usefixtures("odd")
+@pytest.mark.parametrize(("shape", "technique", "found", "card"), [
+    *(("latent", name, f"latent attention, {MATRICES}", "h100") for name in WITHOUT),
+    *(("delta", name, f"layers of a delta rule, {MATRICES}", "h100") for name in WITHOUT),
+    ("latent", "fused-kernels:rope=true", "by several matmuls, through latents", "h100"),
+    ("latent", "attention:impl=fa4", HEADS, "h100"), ("latent", "attention:impl=cudnn", HEADS, "h100"),
+    ("delta", "fused-kernels:norm=true", "norms multiply by 1 \\+ weight", "h100"),
+    ("delta", "fused-kernels:rope=true", "the model normalizes each of them first", "h100"),
+    ("chunked-dense", "attention:impl=cudnn", "attention in chunks of 512 tokens", "h100"),
+    ("chunked-dense", "longlora", "chunks or capped scores in the model", "h100"),
+    ("chunked-dense", "fused-kernels:rope=true", "rotates neighbouring pairs", "h100"),
+    ("chunked-dense", "context:size=2", "layers without rotary embedding", "h100"),
+    ("chunked-dense", "tensor:size=2", "layers without rotary embedding", "h100"),
+    ("windowed", "attention:impl=cudnn", "a sliding window of 512 tokens", "h100"),
+    ("windowed", CUT, "a sliding window of 512 tokens", "h100"),
+    ("dynamic", CUT, "'dynamic', whose angles depend on the length", "h100"),
+    ("gpt-oss-20b", "attention:impl=cudnn", "attention sinks in the model", "h100"),
+    ("gpt-oss-20b", "attention:impl=fa4", "attention sinks in the model", "5090"),
+])  # fmt: skip
+def test_what_has_no_way_to_it(shape, technique, found, card):
+    """flash-attn-4 has no gradients with sinks on the newest cards for desktops."""
+    device, _ = hardware.parse_hardware(card)
+    more, ranks = ["compile"] * (shape in ("latent", "delta")), 1 + ("size=2" in technique)
+    seq = 128 if shape == "gpt-oss-20b" else 1024  # as long as its window
+    with pytest.raises(NeedsError, match=found):
+        decide(shaped(shape, "bf16", *more, technique, seq=seq, rows=2), device=device, ranks=ranks)
+
+
+@pytest.mark.usefixtures("odd")
+@pytest.mark.parametrize(
+    ("shape", "impl", "seq"), [("windowed", "cudnn", 512), ("windowed", "fa4", 1024), ("gpt-oss-20b", "fa4", 128)]
+)
+def test_what_kernels_do_have(shape, impl, seq):
+    """Up to the length of the window there is nothing to cut."""
+    device, _ = hardware.parse_hardware("h100")
+    decide(shaped(shape, "bf16", f"attention:impl={impl}", seq=seq, rows=1), device=device, ranks=1)

@@ -1,9 +1,8 @@
 """Models whose layers differ (Gemma 4), beyond their parity (test_native.py): sizes, files, techniques, ranks."""
 
-from __future__ import annotations
-
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def read(**changes: Any) -> ModelShape:
 
 
 @pytest.mark.parametrize("kind", SIZED)
-def test_sizes(kind: str) -> None:
+def test_sizes(kind):
     """Counted by transformers on the meta device; attention's FLOPs by the heads of each layer."""
     billions, hf = SIZED[kind]
     with torch.device("meta"):
@@ -76,7 +75,7 @@ def test_sizes(kind: str) -> None:
     assert shape.flops(0, 10**6) == pytest.approx(6 * 10**6 * shape.heads * sum(widths), rel=1e-3)
 
 
-def test_layers_read_the_last_one_of_their_kind() -> None:
+def test_layers_read_the_last_one_of_their_kind():
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", *["sliding_attention"] * 2]
     by = read(layer_types=[*kinds, "full_attention"], num_hidden_layers=7, num_kv_shared_layers=3).by_layer
     assert by is not None and by.sources == (None, None, None, None, 2, 2, 3)
@@ -113,25 +112,19 @@ def test_layers_read_the_last_one_of_their_kind() -> None:
         ({"vocab_size_per_layer_input": 0}, "vocab_size_per_layer_input is 0"),
     ],
 )
-def test_sizes_that_cannot_be(changes: dict[str, Any], found: str) -> None:
+def test_sizes_that_cannot_be(changes, found):
     with pytest.raises(ConfigError, match=found):
         read(**changes)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"use_bidirectional_attention": "all"},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-        {"attention_dropout": 0.1},
-        {"hidden_activation": "silu"},
-    ],
-)
-def test_what_runs_through_transformers(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", [{"use_bidirectional_attention": "all"}, {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}
+}, {"attention_dropout": 0.1}, {"hidden_activation": "silu"}])  # fmt: skip
+def test_what_runs_through_transformers(changes):
     assert native_obstacle({**GEMMA4, **changes}) is not None
 
 
-def test_keys_and_values_that_no_layer_reads(tmp_path: Path) -> None:
+def test_keys_and_values_that_no_layer_reads(tmp_path):
     """Published files have some, which transformers ignores: they are exported as they were."""
     theirs = reference(GEMMA4)
     hf = save(theirs, tmp_path / "base")
@@ -147,7 +140,7 @@ def test_keys_and_values_that_no_layer_reads(tmp_path: Path) -> None:
         load(tmp_path / "base", hf, None, torch.float32, 0)
 
 
-def test_a_cache_holds_lent_keys_once() -> None:
+def test_a_cache_holds_lent_keys_once():
     ours, recipe = load(None, GEMMA4, "native", torch.float32, 0)
     materialise(ours, recipe)
     cache = kv_cache.SlotCache(ours, 2, 64)
@@ -156,7 +149,7 @@ def test_a_cache_holds_lent_keys_once() -> None:
         assert [layer.source for layer in held] == [None, None, *held[:2]]
 
 
-def test_wide_heads_are_repeated_where_no_kernel_groups_them() -> None:
+def test_wide_heads_are_repeated_where_no_kernel_groups_them():
     """CUDA's flash attention has at most 256 values a head; torch would take whole scores."""
     wide, narrow = (torch.empty(1, 2, 1, E, dtype=torch.bfloat16, device="meta") for E in (512, 256))
     monkey = pytest.MonkeyPatch()
@@ -166,8 +159,6 @@ def test_wide_heads_are_repeated_where_no_kernel_groups_them() -> None:
 
 
 # --- techniques
-
-
 def written(made: Path, hf: dict[str, Any]) -> Path:
     sizes = {key: value for key, value in hf.items() if key not in ("bos_token_id", "eos_token_id")}
     sizes |= {"vocab_size": 128, "vocab_size_per_layer_input": 128}
@@ -177,15 +168,20 @@ def written(made: Path, hf: dict[str, Any]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide(tmp_path_factory):
     """A folder as `box` is, its model a Gemma 4."""
     return written(tmp_path_factory.mktemp("wide"), GEMMA4)
 
 
 @pytest.fixture(scope="module")
-def routed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def routed(tmp_path_factory):
     """The same, with experts."""
     return written(tmp_path_factory.mktemp("routed"), EXPERTS["gemma4_text-experts"])
+
+
+@cache
+def plain(box: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    return trained(box)
 
 
 def trained(box: Path, **with_: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
@@ -194,10 +190,10 @@ def trained(box: Path, **with_: Any) -> tuple[list[Any], dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("name", ["recompute", "every", "selective_recompute"])
-def test_recomputing_is_exact(wide: Path, name: str) -> None:
+def test_recomputing_is_exact(wide, name):
     """Keys and values leave the block that runs again, and enter others."""
     with_ = {"every": {"recompute": {"every": 2}}, "selective_recompute": {name: {"ops": "attention"}}}
-    base, again = trained(wide), trained(wide, **with_.get(name, {name: {}}))
+    base, again = plain(wide), trained(wide, **with_.get(name, {name: {}}))
     assert again[0] == base[0] and all(torch.equal(again[1][n], want) for n, want in base[1].items())
 
 
@@ -205,25 +201,20 @@ def first(box: Path, with_: dict[str, Any]) -> tuple[float, dict[str, torch.Tens
     return of_transformers(assembled(golden_run(box, **with_)))
 
 
-@pytest.mark.parametrize("with_", further([{"fsdp": {}}, {"ddp": {}}, {"fsdp": {"stage": 2}, "recompute": {}}], 1))
-def test_two_ranks(wide: Path, pair: Any, with_: dict[str, Any]) -> None:
-    loss, want = first(wide, {})
-    for mine, grads in pair(first, wide, with_):
-        assert mine == pytest.approx(loss, rel=1e-5)
-        assert not grads or furthest(grads, want) < 1e-4
-
-
-@pytest.mark.parametrize("with_", further([{"ddp": {}, "experts": {"size": 2}}, {"fsdp": {}}], 1))
-def test_two_ranks_with_experts(routed: Path, pair: Any, with_: dict[str, Any]) -> None:
-    loss, want = first(routed, {})
-    for mine, grads in pair(first, routed, with_):
+@pytest.mark.parametrize(("kind", "with_"), further(
+    [("wide", {"fsdp": {}}), ("routed", {"ddp": {}, "experts": {"size": 2}}), ("wide", {"ddp": {}}),
+     ("routed", {"fsdp": {}}), ("wide", {"fsdp": {"stage": 2}, "recompute": {}})], 2))  # fmt: skip
+def test_two_ranks(kind, request, pair, with_):
+    box = request.getfixturevalue(kind)
+    loss, want = first(box, {})
+    for mine, grads in pair(first, box, with_):
         assert mine == pytest.approx(loss, rel=1e-5)
         assert not grads or furthest(grads, want) < 1e-4
 
 
 @pytest.mark.parametrize("kind", further(["routed", "wide"], 1))
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
-def test_blocks_are_one_graph_each(kind: str, request: pytest.FixtureRequest) -> None:
+def test_blocks_are_one_graph_each(kind, request):
     job = assembled(golden_run(request.getfixturevalue(kind), packed=True))
     batch = next(job.batches)[0]
     given = batch.tokens, batch.positions, batch.documents
@@ -236,16 +227,12 @@ def test_blocks_are_one_graph_each(kind: str, request: pytest.FixtureRequest) ->
     assert len(graphs) == len(job.model.blocks)
 
 
-@pytest.mark.parametrize(
-    ("with_", "hardware"),
-    [
-        ({"tensor": {"size": 2}}, "2xh100"), ({"context": {"size": 2}}, "2xh100"), ({"pipeline": {}}, "2xh100"),
-        ({"cuda-graphs": {}}, "h100"), ({"fused-kernels": {}}, "h100"), ({"fp8": {}}, "h100"), ({"muon": {}}, "h100"),
-        ({"attention": {"impl": "fa4"}}, "h100"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_techniques_that_do_not_reach_it(wide: Path, with_: dict[str, Any], hardware: str) -> None:
+@pytest.mark.parametrize(("with_", "hardware"), [
+    ({"tensor": {"size": 2}}, "2xh100"), ({"context": {"size": 2}}, "2xh100"), ({"pipeline": {}}, "2xh100"),
+    ({"cuda-graphs": {}}, "h100"), ({"fused-kernels": {}}, "h100"), ({"fp8": {}}, "h100"), ({"muon": {}}, "h100"),
+    ({"attention": {"impl": "fa4"}}, "h100"),
+], ids=str)  # fmt: skip
+def test_techniques_that_do_not_reach_it(wide, with_, hardware):
     sizes = {"head_dim": 256, "global_head_dim": 512, "per_layer_config": None}
     hf = {**GEMMA4, **sizes, "tie_word_embeddings": True}
     (wide / "large").mkdir(exist_ok=True)
@@ -259,7 +246,7 @@ def test_techniques_that_do_not_reach_it(wide: Path, with_: dict[str, Any], hard
 
 
 @pytest.mark.parametrize(("narrow", "wide_", "kernels"), [(256, 512, "vs"), (128, 256, "vv"), (512, 512, None)])
-def test_flash_attention_of_narrow_layers(wide: Path, narrow: int, wide_: int, kernels: str | None) -> None:
+def test_flash_attention_of_narrow_layers(wide, narrow, wide_, kernels):
     """Layers with wider heads than flash attention has take torch's other kernels; not where all are as wide."""
     hf = {**GEMMA4, "head_dim": narrow, "global_head_dim": wide_, "per_layer_config": None, "tie_word_embeddings": True}
     (wide / "heads").mkdir(exist_ok=True)
@@ -286,7 +273,7 @@ def test_flash_attention_of_narrow_layers(wide: Path, narrow: int, wide_: int, k
 
 
 @pytest.mark.parametrize("names", [["embed_tokens"], ["embed_tokens", "embed_tokens_per_layer", "per_layer_*"]])
-def test_frozen_embeddings(wide: Path, names: list[str]) -> None:
+def test_frozen_embeddings(wide, names):
     """The second embedding has a gradient, which goes through all blocks, until it is frozen too."""
     config = golden_run(wide, sets=["model.implementation=native"], freeze={"names": names, "layers": "0-1"})
     job, resolved = assembled(config), decide(config)

@@ -1,7 +1,5 @@
 """Experts of our own decoder against transformers': routing at its edges, balance, files, and whole runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -22,6 +20,7 @@ from optrush.models.hf import load, load_plain
 from optrush.models.shapes import ModelShape
 from optrush.peft import io
 from optrush.planner import baseline
+from optrush.trainer.run import RunRequest, run
 
 from golden import make_golden
 from isolation import alone, disturbed
@@ -48,9 +47,7 @@ def opened(theirs: Any, folder: Path, stacked: bool = False) -> tuple[Any, Any, 
 
 
 # --- products and routing
-
-
-def test_grouped_products() -> None:
+def test_grouped_products():
     """Groups of no row, one, and more than a tile; values and both gradients."""
     ends = torch.tensor([0, 1, 1, TILE + 8, TILE + 8 + TILE], dtype=torch.int32)
     x = torch.randn(int(ends[-1]), 6, dtype=torch.float64, requires_grad=True)
@@ -66,7 +63,7 @@ def test_grouped_products() -> None:
     assert ours.is_contiguous(), "autograd copies a gradient in another order than its weight's"
 
 
-def test_a_row_of_a_group_is_what_it_is_alone() -> None:
+def test_a_row_of_a_group_is_what_it_is_alone():
     """To the bit, whatever other rows the group has: else a document's tokens would show in another's."""
     x, weight = torch.randn(40, 64), torch.randn(1, 64, 48)
     all_rows = grouped_matmul(x, weight, torch.tensor([40], dtype=torch.int32))
@@ -77,7 +74,7 @@ def test_a_row_of_a_group_is_what_it_is_alone() -> None:
 
 @pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("case", ["ties", "one", "none", "scattered"])
-def test_routing_at_its_edges(name: str, case: str, tmp_path: Path) -> None:
+def test_routing_at_its_edges(name, case, tmp_path):
     """All experts equally probable; all tokens at the same ones; one expert that nobody takes; large logits."""
     theirs = reference(EXPERTS[name])
     for block in theirs.model.layers:
@@ -113,14 +110,14 @@ def test_routing_at_its_edges(name: str, case: str, tmp_path: Path) -> None:
     compare_step(ours, recipe, theirs, padding=True, every=False)
 
 
-def test_a_choice_by_logits_whose_sigmoids_are_equal() -> None:
+def test_a_choice_by_logits_whose_sigmoids_are_equal():
     e = ModelShape.read({**EXPERTS["llama4_text"], "num_experts_per_tok": 1}).experts
     assert e is not None
     weights, chosen, _ = route_by_logits(torch.tensor([[20.0, 25.0, 30.0, 22.0, -1.0]]), e)
     assert (weights.item(), chosen.item()) == (1.0, 2)
 
 
-def test_experts_that_a_token_cannot_have() -> None:
+def test_experts_that_a_token_cannot_have():
     with pytest.raises(ConfigError, match="num_experts_per_tok 9"):
         ModelShape.read({**EXPERTS["mixtral"], "num_experts_per_tok": 9})
     with pytest.raises(ConfigError, match="n_group 4"):
@@ -130,40 +127,15 @@ def test_experts_that_a_token_cannot_have() -> None:
             ModelShape.read({**EXPERTS["olmoe"], key: value})
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), [("glm4_moe", "model.layers.2.eh_proj.weight"), ("qwen3_next", "mtp.fc.weight")]
-)
-def test_layers_that_predict_further_tokens(family: str, name: str, tmp_path: Path) -> None:
-    """They are in files of GLM-4.5 behind the last layer, of Qwen beside all: not read, and exported as they are."""
-    theirs = reference(EXPERTS[family])
-    hf = save(theirs, tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = {**load_file(file), name: torch.randn(3, 5)}
-    save_file(tensors, file)
-    ours, recipe = load(tmp_path, hf, None, torch.float32, 0)
-    materialise(ours, recipe)
-    exporting.export_weights(tmp_path / "out", ((n, p.data) for n, p in ours.named_parameters()), recipe, hf)
-    out = load_file(tmp_path / "out" / "model.safetensors")
-    assert out.keys() == tensors.keys() and all(torch.equal(out[name], tensors[name]) for name in tensors)
-
-
 FURTHER = {"eh_proj.weight": (24, 48), "enorm.weight": (24,), "shared_head.head.weight": (61, 24)}
 
 
-@pytest.mark.parametrize(
-    ("family", "prefix", "implementation"),
-    [
-        ("glm4_moe", "model.layers.2.", None),
-        ("deepseek_v3", "model.layers.2.", None),
-        ("deepseek_v3", "model.layers.2.", "transformers"),
-        ("glm4_moe_lite", "model.layers.2.", None),
-        ("glm4_moe", "model.layers.3.", None),
-        ("qwen3_next", "mtp.layers.0.", None),
-    ],
-)
-def test_layers_that_predict_further_tokens_at_any_depth(
-    family: str, prefix: str, implementation: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("family", "prefix", "implementation"), [
+    ("glm4_moe", "model.layers.2.", None), ("deepseek_v3", "model.layers.2.", None),
+    ("deepseek_v3", "model.layers.2.", "transformers"), ("glm4_moe_lite", "model.layers.2.", None),
+    ("glm4_moe", "model.layers.3.", None), ("qwen3_next", "mtp.layers.0.", None),
+])  # fmt: skip
+def test_layers_that_predict_further_tokens_at_any_depth(family, prefix, implementation, tmp_path):
     """transformers names those of the published depths alone; files of two layers are trained, exported and opened."""
     theirs = reference(EXPERTS[family])
     hf = save(theirs, tmp_path)
@@ -179,13 +151,14 @@ def test_layers_that_predict_further_tokens_at_any_depth(
         again = load_plain(folder, torch.float32, torch.device("cpu"))
         torch.testing.assert_close(again(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
     if implementation is None:
-        assert load_file(tmp_path / "out" / "model.safetensors").keys() >= more.keys()
+        before, out = (load_file(place / "model.safetensors") for place in (tmp_path, tmp_path / "out"))
+        assert out.keys() == before.keys() and all(torch.equal(out[name], before[name]) for name in out)
 
 
 @pytest.mark.parametrize(
     ("family", "name"), [("deepseek_v3", "model.layers.1.other.weight"), ("mixtral", "model.layers.2.eh_proj.weight")]
 )
-def test_other_tensors_without_a_place_are_refused(family: str, name: str, tmp_path: Path) -> None:
+def test_other_tensors_without_a_place_are_refused(family, name, tmp_path):
     save(reference(EXPERTS[family]), tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), name: torch.randn(3)}, file, {"format": "pt"})
@@ -194,10 +167,8 @@ def test_other_tensors_without_a_place_are_refused(family: str, name: str, tmp_p
 
 
 # --- balance
-
-
 @pytest.mark.parametrize("name", BALANCED)
-def test_balance_is_transformers_own(name: str, tmp_path: Path) -> None:
+def test_balance_is_transformers_own(name, tmp_path):
     """The loss over all layers and its gradient, of rows without padding and of one with."""
     theirs = reference({**EXPERTS[name], "output_router_logits": True})
     ours, _, hf = opened(theirs, tmp_path)
@@ -220,18 +191,16 @@ def test_balance_is_transformers_own(name: str, tmp_path: Path) -> None:
         assert want.abs().max() > 1e-4
 
 
-def test_figures_of_a_load() -> None:
+def test_figures_of_a_load():
     even, one = torch.full((4,), 5.0), torch.tensor([0.0, 20.0, 0.0, 0.0])
     busiest, entropy = load_figures(torch.stack([torch.stack((c, c)) for c in (even, one)])).values()
     assert (busiest.item(), entropy.item()) == pytest.approx(((0.25 + 1.0) / 2, (1.0 + 0.0) / 2))
 
 
 # --- files
-
-
 @pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("stacked", [False, True])
-def test_an_export_has_the_layout_of_its_base(name: str, stacked: bool, tmp_path: Path) -> None:
+def test_an_export_has_the_layout_of_its_base(name, stacked, tmp_path):
     theirs = reference(EXPERTS[name])
     ours, recipe, hf = opened(theirs, tmp_path / "base", stacked)
     named = ((n, p.data) for n, p in ours.named_parameters())
@@ -244,7 +213,7 @@ def test_an_export_has_the_layout_of_its_base(name: str, stacked: bool, tmp_path
     assert torch.equal(one(ids).logits, two(ids).logits)
 
 
-def test_draws_of_a_shape_are_those_of_transformers_layout() -> None:
+def test_draws_of_a_shape_are_those_of_transformers_layout():
     hf = {**EXPERTS["mixtral"], "architectures": ["MixtralForCausalLM"]}
     model, recipe = load(None, hf, "native", torch.float32, 3)
     materialise(model, recipe)
@@ -259,10 +228,8 @@ def test_draws_of_a_shape_are_those_of_transformers_layout() -> None:
 
 
 # --- whole runs
-
-
 @pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def moe(tmp_path_factory):
     """A folder as the golden tests', whose `untied` has experts, and `balanced` their loss of balance too."""
     made = tmp_path_factory.mktemp("moe")
     make_golden.write_model(made / "untied", False, **MOE)
@@ -275,7 +242,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def golden(moe: Path) -> dict[str, list[float]]:
+def golden(moe):
     return make_golden.golden(moe / "untied", moe / "text.jsonl", False)
 
 
@@ -293,13 +260,13 @@ def agrees(lines: list[dict[str, Any]], golden: dict[str, list[float]]) -> None:
 
 
 @pytest.mark.parametrize("with_", further(WAYS[::-1], 1), ids=str)
-def test_a_run_is_the_one_of_transformers(moe: Path, golden: dict[str, list[float]], with_: dict[str, Any]) -> None:
+def test_a_run_is_the_one_of_transformers(moe, golden, with_):
     agrees(metrics(golden_run(moe, packed="attention" not in with_, **with_)), golden)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.slow
-def test_a_compiled_run(moe: Path, golden: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_run(moe, golden, monkeypatch):
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, options=None, **more: real(f, backend="aot_eager", **more))
     torch._dynamo.reset()
@@ -312,11 +279,11 @@ def on_ranks(moe: Path, with_: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("with_", further([{"fsdp": {}}, {"ddp": {}}], 1), ids=str)
-def test_two_ranks(moe: Path, golden: dict[str, list[float]], pair: Any, with_: dict[str, Any]) -> None:
+def test_two_ranks(moe, golden, pair, with_):
     agrees(pair(on_ranks, moe, with_)[0], golden)
 
 
-def test_documents_do_not_see_each_other(moe: Path) -> None:
+def test_documents_do_not_see_each_other(moe):
     trainer = assembled(golden_run(moe, rows=4, packed=True))
     batch = micro(trainer)
     assert alone(trainer, batch) <= 1e-5
@@ -324,7 +291,7 @@ def test_documents_do_not_see_each_other(moe: Path) -> None:
     assert torch.equal(before, after)
 
 
-def test_the_loss_has_the_balance(moe: Path) -> None:
+def test_the_loss_has_the_balance(moe):
     """As many times as transformers adds it to a batch's mean; not in an evaluation."""
     plain, balanced = (
         assembled(golden_run(moe, rows=8, packed=True, sets=[f"model.path={moe / name}"]))
@@ -338,29 +305,18 @@ def test_the_loss_has_the_balance(moe: Path) -> None:
     assert first_gradients(balanced)[0] > first_gradients(plain)[0]
 
 
-def test_a_stopped_run_goes_on_to_the_bit(moe: Path, tmp_path: Path) -> None:
-    from optrush.trainer.checkpoint import find_checkpoints
-    from optrush.trainer.run import RunRequest, run
-
-    finals = []
-    for stop in (None, 3):
-        config = golden_run(moe, packed=True, sets=[f"output={tmp_path / str(stop)}", "train.save_every=3"])
-        prepared = decide(config)
-        if stop is not None:
-            assert run(RunRequest(prepared)).code == 0
-            newest = sorted(find_checkpoints(Path(config.output)))
-            for checkpoint in newest[1:]:
-                shutil.rmtree(checkpoint.folder if hasattr(checkpoint, "folder") else checkpoint)
-            shutil.rmtree(Path(config.output) / "model")
-        assert run(RunRequest(prepared, resume="auto" if stop else None)).code == 0
-        finals.append(load_file(Path(config.output) / "model" / "model.safetensors"))
+def test_a_stopped_run_goes_on_to_the_bit(moe, tmp_path):
+    prepared, finals = decide(golden_run(moe, packed=True, sets=[f"output={tmp_path}", "train.save_every=3"])), []
+    for resume in (None, "auto"):
+        assert run(RunRequest(prepared, resume=resume)).code == 0
+        finals.append(load_file(tmp_path / "model" / "model.safetensors"))
+        for place in (*sorted((tmp_path / "checkpoints").glob("step-*"))[1:], tmp_path / "model"):
+            shutil.rmtree(place)
     assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
 
 
 # --- adapters
-
-
-def test_adapters_of_the_attention(moe: Path, tmp_path: Path) -> None:
+def test_adapters_of_the_attention(moe, tmp_path):
     """Trained, written in PEFT's format, and loaded there onto the base: the same logits."""
     config = golden_run(moe, packed=True, lora={"rank": 2})
     trainer = assembled(config)
@@ -397,38 +353,22 @@ GPT_OSS = {
 SOME = ["q_proj", "o_proj", "down_proj"]
 
 
-@pytest.mark.parametrize(
-    ("family", "targets"),
-    further(
-        [
-            ("gpt_oss", "experts"),
-            ("qwen3_next", ["in_proj_qkvz", "gate_up_proj", "down_proj", "dense"]),
-            ("deepseek_v3", ["attention", "experts", "dense"]),
-            ("llama4_text", ["attention", "experts", "dense"]),
-            ("glm4_moe", ["attention", "experts", "dense"]),
-            ("gemma4_text", ["attention", "experts", "dense"]),
-            ("deepseek_v3", "dense"),
-            ("gpt_oss", SOME),
-            ("llama4_text", SOME),
-            *(("qwen3_moe", targets) for targets in ("experts", SOME)),
-        ],
-        5,
-    ),
-    ids=str,
-)
-def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "targets"), further([
+    ("gpt_oss", "experts"), ("qwen3_next", ["in_proj_qkvz", "gate_up_proj", "down_proj", "dense"]),
+    ("deepseek_v3", ["attention", "experts", "dense"]), ("llama4_text", ["attention", "experts", "dense"]),
+    ("glm4_moe", ["attention", "experts", "dense"]), ("gemma4_text", ["attention", "experts", "dense"]),
+    ("deepseek_v3", "dense"), ("gpt_oss", SOME), ("llama4_text", SOME),
+    *(("qwen3_moe", targets) for targets in ("experts", SOME)),
+], 4), ids=str)  # fmt: skip
+def test_adapters_of_experts(family, targets, moe, tmp_path):
     """PEFT's adapters of parameters: loaded there the same logits and gradients, merged the same matrices."""
     box = moe
     if family != "qwen3_moe":
         box = tmp_path
         known = {
-            "gpt_oss": GPT_OSS,
-            "qwen3_next": NEXT,
-            "deepseek_v3": DEEPSEEK,
-            "llama4_text": LLAMA4,
-            "glm4_moe": GLM4,
+            "gpt_oss": GPT_OSS, "qwen3_next": NEXT, "deepseek_v3": DEEPSEEK, "llama4_text": LLAMA4, "glm4_moe": GLM4,
             "gemma4_text": GEMMA4,
-        }
+        }  # fmt: skip
         sizes = known[family]
         make_golden.write_model(box / "untied", False, **sizes)
         make_golden.write_documents(box / "text.jsonl", False)
@@ -476,29 +416,22 @@ def test_adapters_of_experts(family: str, targets: Any, moe: Path, tmp_path: Pat
     torch.testing.assert_close(reloaded(batch.tokens).logits, want, rtol=1e-5, atol=close)
 
 
-@pytest.mark.parametrize(
-    ("with_", "found"),
-    [
-        ({"lora": {"targets": "mlp"}}, "gate_proj is a part of the experts' gate_up_proj"),
-        ({"lora": {"targets": ("experts", "dens")}}, "no linear is called dens"),
-        ({"lora": {"targets": ("q_proj", "no_proj")}}, "no linear is called no_proj"),
-        ({"lora": {"targets": "experts", "dora": True}}, "dora or dropout"),
-        ({"lora": {"targets": "dense"}}, "every layer has experts"),
-        ({"lora": {}, "nf4": {}}, "rows of 64 and 32 values; a block of 64"),
-        ({"ia3": {}}, "`ia3`"),
-        ({"fp8": {}}, "`fp8`"),
-        ({"muon": {}}, "`muon`"),
-        ({"fused_kernels": {"mlp": "quack"}}, "mlp=quack"),
-        ({"selective_recompute": {}}, "selective-recompute"),
-    ],
-    ids=str,
-)
-def test_what_experts_do_not_have_is_refused(moe: Path, with_: dict[str, Any], found: str) -> None:
+@pytest.mark.parametrize(("with_", "found"), [
+    ({"lora": {"targets": "mlp"}}, "gate_proj is a part of the experts' gate_up_proj"),
+    ({"lora": {"targets": ("experts", "dens")}}, "no linear is called dens"),
+    ({"lora": {"targets": ("q_proj", "no_proj")}}, "no linear is called no_proj"),
+    ({"lora": {"targets": "experts", "dora": True}}, "dora or dropout"),
+    ({"lora": {"targets": "dense"}}, "every layer has experts"),
+    ({"lora": {}, "nf4": {}}, "rows of 64 and 32 values; a block of 64"), ({"ia3": {}}, "`ia3`"),
+    ({"fp8": {}}, "`fp8`"), ({"muon": {}}, "`muon`"), ({"fused_kernels": {"mlp": "quack"}}, "mlp=quack"),
+    ({"selective_recompute": {}}, "selective-recompute"),
+], ids=str)  # fmt: skip
+def test_what_experts_do_not_have_is_refused(moe, with_, found):
     with pytest.raises(NeedsError, match=found):
         decide(golden_run(moe, packed=True, **with_))
 
 
-def test_what_parts_beside_experts_do_not_have_is_refused(tmp_path: Path) -> None:
+def test_what_parts_beside_experts_do_not_have_is_refused(tmp_path):
     make_golden.write_model(tmp_path / "untied", False, **DEEPSEEK)
     make_golden.write_documents(tmp_path / "text.jsonl", False)
     with pytest.raises(NeedsError, match="which PEFT does not support for parts next to experts"):

@@ -1,7 +1,5 @@
 """A GGUF file has the model, read by the format's own package: every tensor, and what ends an answer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import nullcontext
@@ -41,7 +39,7 @@ WITH = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     return _tokenizer()
 
 
@@ -67,7 +65,7 @@ def in_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", further(["q8_0", "bf16", "f32", "f16"], 1))
 @pytest.mark.parametrize("family", sorted(n for n in FAMILIES if n in SPECS and SPECS[n].gguf))
-def test_every_tensor_is_there(tmp_path: Path, tokenizer: Any, family: str, kind: Any) -> None:
+def test_every_tensor_is_there(tmp_path, tokenizer, family, kind):
     at = folder(tmp_path / "model", family, tokenizer)
     write_gguf(at, tmp_path / "m.gguf", kind, "name")
     read = {t.name: t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
@@ -108,7 +106,7 @@ def test_every_tensor_is_there(tmp_path: Path, tokenizer: Any, family: str, kind
         assert read[name].data.tolist() == rope[f"{name.split('_')[2].removesuffix('.weight')}_factor"]
 
 
-def test_keys_of_long_positions_and_of_multipliers(tmp_path: Path, tokenizer: Any) -> None:
+def test_keys_of_long_positions_and_of_multipliers(tmp_path, tokenizer):
     keys = {}
     for family in ("phi3", "phi3-plain", "granite", "glm4", "cohere", "cohere2"):
         write_gguf(folder(tmp_path / family, family, tokenizer), tmp_path / f"{family}.gguf", "f16", "name")
@@ -128,25 +126,28 @@ def test_keys_of_long_positions_and_of_multipliers(tmp_path: Path, tokenizer: An
     assert scales == pytest.approx([6.5, 0.2, 0.3, 2.5])
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "says"),
-    [
-        ("smollm3", {"mlp_bias": True}, "linears with biases"),
-        ("cohere", {"attention_bias": True}, "linears with biases"),
-        ("cohere2", {"layer_types": ["sliding_attention", "full_attention"] * 2}, "layers 1, 3 without rotary"),
-        ("olmo2", {"attention_bias": True}, "linears with biases"),
-        ("smollm3", {"no_rope_layers": [1, 0]}, "layers 1 without rotary embedding, llama.cpp expects every fourth"),
-        ("olmo2", {"rope_parameters": FAMILIES["llama"]["rope_parameters"]}, "files of olmo2 support default, linear"),
-    ],
-)  # fmt: skip
-def test_what_an_architecture_there_does_not_have_is_refused(
-    tmp_path: Path, family: str, changes: dict[str, Any], says: str
-) -> None:
-    reference({**FAMILIES[family], **WIDE, **WITH[family]}).save_pretrained(tmp_path)
-    hf = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**hf, **changes}))
+SPACES = {"pre_tokenizer": {"type": "Whitespace"}}
+
+
+@pytest.mark.parametrize(("family", "changes", "engine", "says"), [
+    ("smollm3", {"mlp_bias": True}, {}, "linears with biases"),
+    ("cohere", {"attention_bias": True}, {}, "linears with biases"),
+    ("cohere2", {"layer_types": ["sliding_attention", "full_attention"] * 2}, {}, "layers 1, 3 without rotary"),
+    ("olmo2", {"attention_bias": True}, {}, "linears with biases"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, {}, "layers 1 without rotary embedding, llama.cpp expects every fourth"),
+    ("olmo2", {"rope_parameters": FAMILIES["llama"]["rope_parameters"]}, {}, "files of olmo2 support default, linear"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e3}}, {}, "'yarn' as GGUF"),
+    ("llama", {}, {"byte_fallback": True}, "sentencepiece"), ("llama", {}, {"type": "Unigram"}, "Unigram"),
+    ("llama", {}, SPACES, "words split by"),
+])  # fmt: skip
+def test_what_the_format_does_not_have_is_refused(tmp_path, tokenizer, family, changes, engine, says):
+    at = folder(tmp_path / "model", family, tokenizer)
+    hf, own = (json.loads((at / name).read_text()) for name in ("config.json", "tokenizer.json"))
+    (own if engine is SPACES else own["model"]).update(engine)
+    (at / "config.json").write_text(json.dumps({**hf, **changes}))
+    (at / "tokenizer.json").write_text(json.dumps(own))
     with pytest.raises(NeedsError, match=says):
-        write_gguf(tmp_path, tmp_path / "m.gguf", "f16", "name")
+        write_gguf(at, tmp_path / "m.gguf", "f16", "name")
 
 
 CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
@@ -157,20 +158,17 @@ def split(pattern: str) -> list[dict[str, Any]]:
     return [{"type": "Split", "pattern": {"Regex": pattern}}, {"type": "ByteLevel", "use_regex": False}]
 
 
-@pytest.mark.parametrize(
-    ("parts", "whole", "name"),
-    [
-        (split(CL100K), True, "llama-bpe"), (split(CL100K), False, "dbrx"), (split(O200K), False, "gpt-4o"),
-        ([{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel"}], False, "smollm"),
-        ([{"type": "ByteLevel"}], False, "gpt-2"),
-    ],
-)  # fmt: skip
-def test_names_of_rules_that_split_words(parts: list[dict[str, Any]], whole: bool, name: str) -> None:
+@pytest.mark.parametrize(("parts", "whole", "name"), [
+    (split(CL100K), True, "llama-bpe"), (split(CL100K), False, "dbrx"), (split(O200K), False, "gpt-4o"),
+    ([{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel"}], False, "smollm"),
+    ([{"type": "ByteLevel"}], False, "gpt-2"),
+])  # fmt: skip
+def test_names_of_rules_that_split_words(parts, whole, name):
     engine = {"model": {"ignore_merges": whole}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts}}
     assert _splitting(engine, "") == name
 
 
-def test_tokenizer_template_and_ends(tmp_path: Path, tokenizer: Any) -> None:
+def test_tokenizer_template_and_ends(tmp_path, tokenizer):
     at = folder(tmp_path / "model", "llama", tokenizer)
     write_gguf(at, tmp_path / "m.gguf", "f16", "cook")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
@@ -185,32 +183,6 @@ def test_tokenizer_template_and_ends(tmp_path: Path, tokenizer: Any) -> None:
     assert text(reader, "tokenizer.ggml.pre") == "gpt-2" and text(reader, "llama.block_count") == 2
     merges = json.loads((at / "tokenizer.json").read_text())["model"]["merges"]
     assert text(reader, "tokenizer.ggml.merges") == [" ".join(pair) for pair in merges]
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [({"byte_fallback": True}, "sentencepiece"), ({"type": "Unigram"}, "Unigram"), ({}, "words split by")],
-)
-def test_a_tokenizer_without_a_name_there_is_refused(
-    tmp_path: Path, tokenizer: Any, changes: dict[str, Any], says: str
-) -> None:
-    at = folder(tmp_path / "model", "llama", tokenizer)
-    engine = json.loads((at / "tokenizer.json").read_text())
-    engine["model"] |= changes
-    if not changes:
-        engine["pre_tokenizer"] = {"type": "Whitespace"}
-    (at / "tokenizer.json").write_text(json.dumps(engine))
-    with pytest.raises(NeedsError, match=says):
-        write_gguf(at, tmp_path / "m.gguf", "f16", "name")
-
-
-def test_a_rope_without_keys_there_is_refused(tmp_path: Path, tokenizer: Any) -> None:
-    at = folder(tmp_path / "model", "llama", tokenizer)
-    hf = json.loads((at / "config.json").read_text())
-    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1000.0}
-    (at / "config.json").write_text(json.dumps({**hf, "rope_parameters": rope}))
-    with pytest.raises(NeedsError, match="'yarn' as GGUF"):
-        write_gguf(at, tmp_path / "m.gguf", "f16", "name")
 
 
 # --- what ends an answer, by the layout of published bases: the tokenizer's eos_token, eos_token_id of
@@ -268,7 +240,7 @@ MARKS = [
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory):
     """A folder of weights, to which each layout adds its tokenizer."""
     at = tmp_path_factory.mktemp("small")
     sizes = {"hidden_size": 32, "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -280,7 +252,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "objective"),
     further([*((name, "sft") for name in LAYOUTS), *((name, "dpo") for name in LAYOUTS)], len(LAYOUTS) + 1),
 )
-def test_an_exported_model_stops_where_its_answers_end(small: Path, tmp_path: Path, name: str, objective: str) -> None:
+def test_an_exported_model_stops_where_its_answers_end(small, tmp_path, name, objective):
     eos, listed, template, ends = LAYOUTS[name]
     made = _tokenizer()
     made.add_special_tokens({"eos_token": eos, "additional_special_tokens": MARKS})
@@ -314,7 +286,7 @@ def test_an_exported_model_stops_where_its_answers_end(small: Path, tmp_path: Pa
     assert not unnamed if len(stops) <= 3 else {*made.convert_ids_to_tokens([*unnamed])} <= ENDS_BY_TEXT
 
 
-def test_a_scored_model_keeps_its_generation_config(small: Path, tmp_path: Path) -> None:
+def test_a_scored_model_keeps_its_generation_config(small, tmp_path):
     made = _tokenizer()
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
     job: Any = SimpleNamespace(tokenizer=made, hf={}, config=SimpleNamespace(objective="reward", scored=True))
@@ -323,26 +295,28 @@ def test_a_scored_model_keeps_its_generation_config(small: Path, tmp_path: Path)
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": 7}'
 
 
-def test_an_end_of_text_that_ends_no_answer(small: Path, tmp_path: Path) -> None:
-    """The first token that ends one is the format's eos instead."""
+def ending(small, at, marks, *ends):
+    """A folder whose answers end with these tokens."""
     made = _tokenizer()
-    made.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
-    at = shutil.copytree(small, tmp_path / "model")
+    made.add_special_tokens({"additional_special_tokens": marks})
+    shutil.copytree(small, at)
     made.save_pretrained(at, save_jinja_files=False)
-    a, b = made.convert_tokens_to_ids(["<a>", "<b>"])
-    (at / "generation_config.json").write_text(json.dumps({"eos_token_id": [b, a]}))
+    ids = made.convert_tokens_to_ids([end or made.eos_token for end in ends])
+    (at / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    return at, ids
+
+
+def test_an_end_of_text_that_ends_no_answer(small, tmp_path):
+    """The first token that ends one is the format's eos instead."""
+    at, ids = ending(small, tmp_path / "model", ["<a>", "<b>"], "<b>", "<a>")
     write_gguf(at, tmp_path / "m.gguf", "f16", "name")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
-    assert [text(reader, f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot")] == [b, a]
+    assert [text(reader, f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot")] == ids
 
 
-def test_more_ends_than_the_format_has_roles(small: Path, tmp_path: Path) -> None:
-    made = _tokenizer()
-    made.add_special_tokens({"additional_special_tokens": ["<a>", "<b>", "<c>", "<|im_end|>"]})
-    at = shutil.copytree(small, tmp_path / "model")
-    made.save_pretrained(at, save_jinja_files=False)
-    for more in ([], ["<c>"]):
-        ends = made.convert_tokens_to_ids([made.eos_token, "<a>", "<b>", "<|im_end|>", *more])
-        (at / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-        with pytest.raises(NeedsError, match="5 end-of-answer tokens") if more else nullcontext():
+def test_more_ends_than_the_format_has_roles(small, tmp_path):
+    ends = ["", "<a>", "<b>", "<|im_end|>", "<c>"]
+    for many in (4, 5):
+        at, _ = ending(small, tmp_path / str(many), ends[1:], *ends[:many])
+        with pytest.raises(NeedsError, match="5 end-of-answer tokens") if many == 5 else nullcontext():
             write_gguf(at, tmp_path / "m.gguf", "f16", "name")

@@ -1,7 +1,5 @@
 """`HFModel`: GPT-2, Gemma 2 and Gemma 3 (text) against transformers itself; what its probe refuses."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -325,8 +323,6 @@ def test_the_probe_finds_positions_that_run_on(monkeypatch):
 
 
 # --- experts of families that our own decoder does not have
-
-
 @pytest.fixture(scope="module", params=list(THEIR_EXPERTS))
 def mixture(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
@@ -402,8 +398,6 @@ def test_the_probe_finds_documents_that_meet_in_experts(dtype, loops, monkeypatc
 
 
 # --- blocks of short convolutions
-
-
 @pytest.mark.parametrize("kinds", [["conv", "full_attention"], ["conv", "conv"]], ids=str)
 @pytest.mark.parametrize(("family", "bias"), [("lfm2", False), ("lfm2", True), ("lfm3", False)])
 def test_convolutions_stay_within_a_document(family, bias, kinds, tmp_path):

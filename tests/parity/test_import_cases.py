@@ -1,9 +1,7 @@
 """Rows under imported configurations of axolotl and LLaMA-Factory: tokens and targets as their own code made them.
 
-import_cases.json holds what their code made, and of which version (make_import_cases.py).
+import_cases.json holds what their code made, and of which version (benchmarks/make_import_cases.py).
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -25,7 +23,7 @@ CASES = json.loads(Path(__file__).with_name("import_cases.json").read_text())["c
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cases") / "model"
     tiny.write_tiny(folder)
     return folder
@@ -94,7 +92,7 @@ def compared(tokens: list[int], learnt: list[int], tokenizer: Any) -> list[tuple
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_learnt_is_what_their_code_learns(model: Path, tmp_path: Path, name: str) -> None:
+def test_what_is_learnt_is_what_their_code_learns(model, tmp_path, name):
     case = CASES[NAMES.index(name)]
     if name in REFUSED:
         with pytest.raises(UserError, match=re.escape(REFUSED[name])):
@@ -152,10 +150,7 @@ DOCUMENTED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], list
 @pytest.mark.parametrize(
     ("tool", "row", "dataset", "config", "texts"), DOCUMENTED, ids=[f"{n} {t[0]}" for n, t in enumerate(DOCUMENTED)]
 )
-def test_what_is_learnt_is_what_they_document(
-    model: Path, tmp_path: Path, tool: str, row: dict[str, Any], dataset: dict[str, Any], config: dict[str, Any],
-    texts: list[str],
-) -> None:  # fmt: skip
+def test_what_is_learnt_is_what_they_document(model, tmp_path, tool, row, dataset, config, texts):
     tokenizer = AutoTokenizer.from_pretrained(model)
     case = {"tool": tool, "rows": [row], "dataset": dataset, "config": config}
     runs = []

@@ -1,7 +1,5 @@
 """Checkpoints of gpt-oss whose experts are 4-bit floats: read exactly, trained, kept as they are, exported dense."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -34,7 +32,7 @@ KEPT = {"nf4": {"experts": "mxfp4"}}
 
 
 @pytest.fixture(scope="module")
-def boxes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def boxes(tmp_path_factory):
     """(with 4-bit experts, with the dense ones of the same values that transformers computes)."""
     packed, dense = (tmp_path_factory.mktemp(name) for name in ("packed", "dense"))
     make_golden.write_model(dense / "untied", False, **GPT_OSS)
@@ -69,13 +67,13 @@ DENSE = [{}, {"nf4": {}, **LORA}, {"bf16": {}, **LORA}, {"int8": {}, **LORA}]
 
 
 @pytest.mark.parametrize("with_", further(DENSE, 2), ids=str)
-def test_a_run_is_that_of_the_dense_values(boxes: tuple[Path, Path], with_: dict[str, Any]) -> None:
+def test_a_run_is_that_of_the_dense_values(boxes, with_):
     """Of all weights, of adapters, and over codes that are made of these values."""
     packed, dense = (played(assembled(golden_run(box, packed=True, **with_))) for box in boxes)
     assert alike(packed, dense)
 
 
-def test_experts_that_stay_as_they_are(boxes: tuple[Path, Path], tmp_path: Path) -> None:
+def test_experts_that_stay_as_they_are(boxes, tmp_path):
     """The bytes of the file, the maths of their exact values beside linears in NF4, a dense export."""
     trainer = assembled(golden_run(boxes[0], packed=True, **KEPT, **LORA))
     found = load_file(boxes[0] / "untied" / "model.safetensors")
@@ -105,7 +103,7 @@ def test_experts_that_stay_as_they_are(boxes: tuple[Path, Path], tmp_path: Path)
         assert apart(merged(batch.tokens[:1, first]).logits, want) < 1e-5
 
 
-def test_what_it_predicts(tmp_path: Path) -> None:
+def test_what_it_predicts(tmp_path):
     """The published 20B model, of which config.json is enough: 4.25 bits an expert's weight, within 15 GiB."""
     sizes = {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "vocab_size": 201088,
@@ -140,7 +138,7 @@ def broken(box: Path, to: Path, name: str, edit: Any) -> Path:
 BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
 
 
-def test_what_is_refused(boxes: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_is_refused(boxes, tmp_path):
     packed, dense = boxes
     with pytest.raises(ConfigError, match=r"nf4:experts=mxfp4.*\nfound: a checkpoint of dense weights"):
         decide(golden_run(dense, packed=True, **KEPT, **LORA))

@@ -1,7 +1,5 @@
 """Our decoder against transformers' own, in float32 on the CPU: logits, every gradient, reading and writing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -106,17 +104,6 @@ def test_packed_rows_equal_documents_alone(family):
         compare_isolated(ours)
 
 
-def test_sharded_folder(family, tmp_path):
-    theirs, folder, hf = family
-    save(theirs, tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    one, _ = native(folder, hf)
-    many, recipe = native(tmp_path, hf)
-    assert (many.head.weight is many.embedding.weight) == many.shape.tied == ("head.weight" not in recipe.entries)
-    for (name, a), b in zip(one.named_parameters(), many.parameters(), strict=True):
-        assert torch.equal(a, b), name
-
-
 def test_any_rectangle_equals_the_whole(family):
     _, folder, hf = family
     whole, recipe = native(folder, hf)
@@ -139,8 +126,10 @@ def test_any_rectangle_equals_the_whole(family):
 
 @pytest.mark.parametrize("max_shard_bytes", further([20_000, 5e9], 1))
 def test_export_reloads_to_the_bit(family, tmp_path, max_shard_bytes):
+    """In one file or in several; a tied head is one tensor with the embedding."""
     theirs, folder, hf = family
     ours, recipe = native(folder, hf)
+    assert (ours.head.weight is ours.embedding.weight) == ours.shape.tied == ("head.weight" not in recipe.entries)
     out = tmp_path / "out"
     compare_export(theirs, ours, recipe, hf, out, max_shard_bytes)
     assert (len(list(out.glob("*.safetensors"))) > 1) == (max_shard_bytes < 5e9)
@@ -235,11 +224,9 @@ def broken(folder, tmp_path, change):
 def test_folders_that_do_not_fit_are_refused(llama, tmp_path):
     _, folder, hf = llama
     key = "model.layers.1.self_attn.k_proj.weight"
-    cases = [
-        (lambda t: t.pop(key), f"tensor {key}.*\n.*no such tensor"),
-        (lambda t: t.update({key: t[key][:-1].clone()}), r"shape \[15, 24\] in .*model.safetensors"),
-        (lambda t: t.update({"adapter.weight": t[key].clone()}), "adapter.weight in model.safetensors"),
-    ]
+    cases = [(lambda t: t.pop(key), f"tensor {key}.*\n.*no such tensor"), (
+        lambda t: t.update({key: t[key][:-1].clone()}), r"shape \[15, 24\] in .*model.safetensors",
+    ), (lambda t: t.update({"adapter.weight": t[key].clone()}), "adapter.weight in model.safetensors")]  # fmt: skip
     for i, (change, message) in enumerate(cases):
         with pytest.raises(NeedsError, match=message):
             load(broken(folder, tmp_path / str(i), change), hf, None, torch.float32, 0)

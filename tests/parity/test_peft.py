@@ -1,7 +1,5 @@
 """Adapters against PEFT's own on the same transformers model: losses, every gradient, files both ways, merging."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
@@ -49,80 +47,63 @@ LORA = {
     "one of two": ("llama", "native", {"targets": ["up_proj", "k_proj"]}, {"target_modules": ["up_proj", "k_proj"]}),
     "rslora": ("qwen3", "native", {"rslora": True}, {"target_modules": EVERY, "use_rslora": True}),
     "dora": ("llama", "native", {"dora": True}, {"target_modules": EVERY, "use_dora": True}),
-    "dora, some": (
-        "qwen2", "native", {"dora": True, "rslora": True, "targets": ["q_proj", "v_proj", "gate_proj"]},
-        {"target_modules": ["q_proj", "v_proj", "gate_proj"], "use_dora": True, "use_rslora": True},
-    ),
+    "dora, some": ("qwen2", "native", {
+        "dora": True, "rslora": True, "targets": ["q_proj", "v_proj", "gate_proj"],
+    }, {"target_modules": ["q_proj", "v_proj", "gate_proj"], "use_dora": True, "use_rslora": True}),
     "delta": ("qwen3_5_text", "native", {}, {"target_modules": EVERY + DELTA}),
-    "delta, some": ("qwen3_next", "native", {"targets": SOME, "rslora": True},
-        {"target_modules": SOME, "use_rslora": True},
+    "delta, some": (
+        "qwen3_next", "native", {"targets": SOME, "rslora": True}, {"target_modules": SOME, "use_rslora": True},
     ),
-    "without a gate": (
-        "starcoder2", "native", {}, {"target_modules": [*EVERY[:4], "c_fc", "c_proj"]},
-    ),
+    "without a gate": ("starcoder2", "native", {}, {"target_modules": [*EVERY[:4], "c_fc", "c_proj"]}),
     "by layer": (
-        "gemma4_text", "native", {},
-        {"target_modules": [*EVERY, "per_layer_input_gate", "per_layer_projection"]},
+        "gemma4_text", "native", {}, {"target_modules": [*EVERY, "per_layer_input_gate", "per_layer_projection"]},
     ),
     "keys as values": ("gemma4_text-keys", "native", {"targets": "attention"}, {"target_modules": EVERY[:4]}),
     "joined": ("phi3", "native", {}, {"target_modules": JOINED}),
-    "joined, dora": (
-        "phi3", "native", {"dora": True, "targets": ["qkv_proj", "down_proj"]},
-        {"target_modules": ["qkv_proj", "down_proj"], "use_dora": True},
-    ),
-    "joined, attention": (
-        "phi3-plain", "native", {"rslora": True, "targets": "attention"},
-        {"target_modules": JOINED[:2], "use_rslora": True},
-    ),
+    "joined, dora": ("phi3", "native", {
+        "dora": True, "targets": ["qkv_proj", "down_proj"],
+    }, {"target_modules": ["qkv_proj", "down_proj"], "use_dora": True}),
+    "joined, attention": ("phi3-plain", "native", {"rslora": True, "targets": "attention"}, {
+        "target_modules": JOINED[:2], "use_rslora": True,
+    }),
     "joined, mlp": ("phi3", "native", {"targets": ["mlp", "qkv_proj"]}, {"target_modules": JOINED[2:] + JOINED[:1]}),
-    "one joined": (
-        "glm4", "native", {"targets": ["attention", "mlp"]}, {"target_modules": EVERY[:4] + JOINED[2:]},
-    ),
+    "one joined": ("glm4", "native", {"targets": ["attention", "mlp"]}, {"target_modules": EVERY[:4] + JOINED[2:]}),
     "joined, transformers": ("phi3", "transformers", {}, {"target_modules": JOINED}),
     "transformers": ("llama", "transformers", {}, {"target_modules": EVERY}),
     "transformers, dora": ("qwen2", "transformers", {"dora": True}, {"target_modules": EVERY, "use_dora": True}),
-    "neox": (
-        "gpt_neox", "transformers", {},
-        {"target_modules": ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"]},
-    ),
-    "neox, a linear named as a set": (
-        "gpt_neox", "transformers", {"targets": ["query_key_value", "dense"]},
-        {"target_modules": ["query_key_value", "dense"]},
-    ),
-    "head too": (
-        "llama", "native", {"save": ["lm_head", "input_layernorm", "norm"]},
-        {"target_modules": EVERY, "modules_to_save": ["input_layernorm", "lm_head", "model.norm"]},
-    ),
-    "embedding too": (
-        "mistral", "transformers", {"save": ["embed_tokens"]},
-        {"target_modules": EVERY, "modules_to_save": ["embed_tokens"]},
-    ),
-    "tied, both": (
-        "llama-tied", "native", {"save": ["embed_tokens", "lm_head"], "targets": "mlp"},
-        {"target_modules": EVERY[4:], "modules_to_save": ["embed_tokens", "lm_head"]},
-    ),
+    "neox": ("gpt_neox", "transformers", {}, {
+        "target_modules": ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"]
+    }),
+    "neox, a linear named as a set": ("gpt_neox", "transformers", {"targets": ["query_key_value", "dense"]}, {
+        "target_modules": ["query_key_value", "dense"]
+    }),
+    "head too": ("llama", "native", {"save": ["lm_head", "input_layernorm", "norm"]}, {
+        "target_modules": EVERY, "modules_to_save": ["input_layernorm", "lm_head", "model.norm"],
+    }),
+    "embedding too": ("mistral", "transformers", {"save": ["embed_tokens"]}, {
+        "target_modules": EVERY, "modules_to_save": ["embed_tokens"],
+    }),
+    "tied, both": ("llama-tied", "native", {
+        "save": ["embed_tokens", "lm_head"], "targets": "mlp",
+    }, {"target_modules": EVERY[4:], "modules_to_save": ["embed_tokens", "lm_head"]}),
 }  # fmt: skip
 IA3 = {
     "ia3": ("llama", "native", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
     "ia3, qwen2": ("qwen2", "native", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
     "ia3, transformers": ("llama", "transformers", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
-    "ia3, names": (
-        "llama", "native", {"targets": ["q_proj", "up_proj", "o_proj"], "feedforward": ["o_proj"]},
-        {"target_modules": ["q_proj", "up_proj", "o_proj"], "feedforward_modules": ["o_proj"]},
-    ),
-    "ia3, joined": (
-        "phi3", "native", {"targets": ["qkv_proj", "gate_up_proj", "down_proj"], "feedforward": ["gate_up_proj"]},
-        {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"], "feedforward_modules": ["gate_up_proj"]},
-    ),
+    "ia3, names": ("llama", "native", {
+        "targets": ["q_proj", "up_proj", "o_proj"], "feedforward": ["o_proj"],
+    }, {"target_modules": ["q_proj", "up_proj", "o_proj"], "feedforward_modules": ["o_proj"]}),
+    "ia3, joined": ("phi3", "native", {
+        "targets": ["qkv_proj", "gate_up_proj", "down_proj"], "feedforward": ["gate_up_proj"],
+    }, {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"], "feedforward_modules": ["gate_up_proj"]}),
     "ia3, delta": ("qwen3_5_text", "native", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
-    "ia3, delta, names": (
-        "qwen3_5_text", "native", {"targets": ["in_proj_qkv", "in_proj_z", "out_proj"], "feedforward": ["out_proj"]},
-        {"target_modules": ["in_proj_qkv", "in_proj_z", "out_proj"], "feedforward_modules": ["out_proj"]},
-    ),
-    "ia3, neox": (
-        "gpt_neox", "transformers", {},
-        {"target_modules": ["query_key_value", "dense_4h_to_h"], "feedforward_modules": ["dense_4h_to_h"]},
-    ),
+    "ia3, delta, names": ("qwen3_5_text", "native", {
+        "targets": ["in_proj_qkv", "in_proj_z", "out_proj"], "feedforward": ["out_proj"],
+    }, {"target_modules": ["in_proj_qkv", "in_proj_z", "out_proj"], "feedforward_modules": ["out_proj"]}),
+    "ia3, neox": ("gpt_neox", "transformers", {}, {
+        "target_modules": ["query_key_value", "dense_4h_to_h"], "feedforward_modules": ["dense_4h_to_h"],
+    }),
 }  # fmt: skip
 CASES = LORA | IA3
 # One of each kind of adapter on each kind of linear, alone or joined, by either implementation; then combinations.
@@ -290,16 +271,44 @@ def batch_of(case):
     return SINGLE if CASES[case][0] in UNPACKED else BATCH
 
 
+def check_files(job, folder, tmp_path, batch, before, close=1e-5):
+    """PEFT reads what we write of a job that has learnt something, and transformers the merged model: its logits."""
+    with torch.no_grad():
+        for t in job.trained:
+            t.local.mul_(1.1)
+        job.model.eval()
+        ours = ours_of(job, batch)
+        assert apart(ours[REAL], before[REAL]) > 1e-3, "it has learnt something"
+        (tmp_path / "run.yaml").write_text(config.dump_config(job.config))
+        model = write_model(job, tmp_path, 2, folder)
+        read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
+        merged = AutoModelForCausalLM.from_pretrained(model).eval()
+        assert apart(logits_of(read, batch)[REAL], ours[REAL]) < close
+        assert apart(logits_of(merged, batch)[REAL], ours[REAL]) < close
+
+
 @EACH
-def test_same_losses_and_gradients(folders, tmp_path, case):
+def test_losses_gradients_and_files_are_pefts(folders, tmp_path, case):
     """In float64 equal but for the last bits, so the mathematics is the same. In float32 each rounds at places of its
     own: W x + s B A x is one operation here, three of PEFT's. Seen: 6.3e-6 in the worst element, 3.5e-6 by norm; in
     float64 1.1e-14."""
-    peft = theirs(folders(CASES[case][0]), case)
+    folder, batch, rough = folders(CASES[case][0]), batch_of(case), rougher(case)
+    peft = theirs(folder, case)
     job = job_of(folders, tmp_path, case, peft)
-    rough = rougher(case)
-    same(*learnt(job, peft, batch_of(case)), loss=3e-7, norm=rough * 1e-5, element=rough * 1e-5)
+    same(*learnt(job, peft, batch), loss=3e-7, norm=rough * 1e-5, element=rough * 1e-5)
     assert not any(p.grad is not None for p in job.model.parameters() if not p.requires_grad)
+    begun = [t.local.clone() for t in job.trained]
+    check_files(job, folder, tmp_path, batch, logits_of(peft, batch), 1e-5 * rough)
+    written, kept = (load_file(d / "adapter_model.safetensors") for d in (tmp_path / "adapter", tmp_path / "theirs"))
+    assert {n: (t.shape, t.dtype) for n, t in written.items()} == {n: (t.shape, t.dtype) for n, t in kept.items()}
+    ours_, theirs_ = (json.loads((tmp_path / d / "adapter_config.json").read_text()) for d in ("adapter", "theirs"))
+    for key, value in ours_.items():
+        same_ = sorted(theirs_[key]) if isinstance(theirs_[key], list) else theirs_[key]
+        assert value == same_ or key == "base_model_name_or_path", key
+    assert ours_["base_model_name_or_path"] == str(folder) and not list(tmp_path.glob("*.tmp"))
+    for t, values in zip(job.trained, begun, strict=True):
+        t.local.copy_(values)
+    job.model.train()
     peft.get_base_model().set_attn_implementation("sdpa")
     peft.get_base_model().set_experts_implementation("eager")
     if CASES[case][1] == "transformers":
@@ -307,12 +316,11 @@ def test_same_losses_and_gradients(folders, tmp_path, case):
     exact(peft)
     exact(job.model)
     with Wide():
-        same(*learnt(job, peft, batch_of(case)), loss=1e-15 * rough, norm=1e-13 * rough, element=1e-13 * rough)
+        same(*learnt(job, peft, batch), loss=1e-15 * rough, norm=1e-13 * rough, element=1e-13 * rough)
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*((case, "float32") for case in ("all", "dora", "ia3", "transformers")), ("all", "bfloat16")],
+    ("case", "dtype"), [*((case, "float32") for case in ("all", "dora", "ia3", "transformers")), ("all", "bfloat16")]
 )
 def test_bfloat16(folders, tmp_path, case, dtype):
     """Both round, each at places of its own: from float32's gradients ours are about as far as PEFT's."""
@@ -333,34 +341,6 @@ def test_bfloat16(folders, tmp_path, case, dtype):
     made = [{plain(n): p.grad for n, p in m.named_parameters() if p.requires_grad} for m in (exact, peft)]
     right, other, ours = (torch.cat([g[n].flatten().double() for n in made[0]]) for g in (*made, gradients(job)))
     assert (ours - right).norm() < max(1.5 * (other - right).norm(), 0.02 * right.norm())
-
-
-@EACH
-def test_files_both_ways(folders, tmp_path, case):
-    """PEFT reads what we write, and transformers the merged model: the same logits as ours."""
-    folder = folders(CASES[case][0])
-    peft = theirs(folder, case)
-    job, batch = job_of(folders, tmp_path, case, peft), batch_of(case)
-    with torch.no_grad():
-        for t in job.trained:
-            t.local.mul_(1.1)
-        job.model.eval()
-        ours = ours_of(job, batch)
-        assert apart(ours[REAL], logits_of(peft, batch)[REAL]) > 1e-3, "it has learnt something"
-        (tmp_path / "run.yaml").write_text(config.dump_config(job.config))
-        model = write_model(job, tmp_path, 2, folder)
-        read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
-        merged = AutoModelForCausalLM.from_pretrained(model).eval()
-        assert apart(logits_of(read, batch)[REAL], ours[REAL]) < 1e-5 * rougher(case)
-        assert apart(logits_of(merged, batch)[REAL], ours[REAL]) < 1e-5 * rougher(case)
-    written, kept = (load_file(d / "adapter_model.safetensors") for d in (tmp_path / "adapter", tmp_path / "theirs"))
-    assert {n: (t.shape, t.dtype) for n, t in written.items()} == {n: (t.shape, t.dtype) for n, t in kept.items()}
-    ours_, theirs_ = (json.loads((tmp_path / d / "adapter_config.json").read_text()) for d in ("adapter", "theirs"))
-    for key, value in ours_.items():
-        same = sorted(theirs_[key]) if isinstance(theirs_[key], list) else theirs_[key]
-        assert value == same or key == "base_model_name_or_path", key
-    assert ours_["base_model_name_or_path"] == str(folder)
-    assert not list(tmp_path.glob("*.tmp"))
 
 
 def first(trainer) -> dict[str, torch.Tensor]:
@@ -410,19 +390,12 @@ def test_dora_begins_with_the_lengths_of_the_rows(folders, tmp_path):
 
 
 # Adapters that begin as a part of the weights.
-
-
-@pytest.mark.parametrize(
-    ("family", "implementation", "init", "more"),
-    further([
-        ("qwen2", "native", "pissa", {"rslora": True, "targets": ["q_proj", "v_proj", "up_proj"]}),
-        ("llama-tied", "transformers", "pissa", {}),
-        ("llama", "native", "pissa_niter_4", {}),
-        ("llama", "native", "olora", {}),
-        ("phi3-plain", "native", "pissa", {"targets": JOINED}),
-        ("llama", "native", "pissa", {}),
-    ], 5),
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "implementation", "init", "more"), further([
+    ("qwen2", "native", "pissa", {"rslora": True, "targets": ["q_proj", "v_proj", "up_proj"]}),
+    ("llama-tied", "transformers", "pissa", {}), ("llama", "native", "pissa_niter_4", {}),
+    ("llama", "native", "olora", {}), ("phi3-plain", "native", "pissa", {"targets": JOINED}),
+    ("llama", "native", "pissa", {}),
+], 5))  # fmt: skip
 def test_split_weights(folders, tmp_path, family, implementation, init, more):
     """Base and adapter are PEFT's; what a run leaves adds up to what was trained, on the published base."""
     folder = folders(family)
@@ -453,18 +426,7 @@ def test_split_weights(folders, tmp_path, family, implementation, init, more):
             b = key.replace("lora_A", "lora_B")
             want = parts[b.replace(".weight", ".default.weight")] @ parts[key.replace(".weight", ".default.weight")]
             torch.testing.assert_close(whole[b] @ whole[key], want, atol=2e-6, rtol=0)
-    with torch.no_grad():
-        for t in job.trained:
-            t.local.mul_(1.1)
-        job.model.eval()
-        ours = ours_of(job, BATCH)
-        assert apart(ours[REAL], untrained[REAL]) > 1e-3, "it has learnt something"
-        (tmp_path / "run.yaml").write_text(config.dump_config(job.config))
-        model = write_model(job, tmp_path, 2, folder)
-        read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
-        merged = AutoModelForCausalLM.from_pretrained(model).eval()
-        assert apart(logits_of(read, BATCH)[REAL], ours[REAL]) < 1e-5
-        assert apart(logits_of(merged, BATCH)[REAL], ours[REAL]) < 1e-5
+    check_files(job, folder, tmp_path, BATCH, untrained)
 
 
 @pytest.mark.parametrize(

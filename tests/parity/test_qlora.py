@@ -1,7 +1,5 @@
 """QLoRA against PEFT on bitsandbytes' linears, in a folder that bitsandbytes quantised: losses, gradients, bytes."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -27,7 +25,7 @@ from trials import apart, assembled
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks for it
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 ]
 # Widths that are multiples of 64: of others bitsandbytes' CPU kernel makes wrong values.
 LLAMA = {
@@ -41,9 +39,7 @@ PHI = {  # rows that are quantised apart end within a block of scales, and with 
 }
 WIDE_PHI = {**PHI, "head_dim": 128, "intermediate_size": 256}
 QWEN = {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True}
-MOE = {
-    **LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-}  # fmt: skip
+MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 RULE = {
     **LLAMA, "model_type": "qwen3_5_text", "linear_conv_kernel_dim": 3, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -115,15 +111,11 @@ def theirs(model, size=0.1, **options):
 
 
 CASES = {
-    "llama": ("llama", True, {}, {}),
-    "qwen2, tied, biases": ("qwen2", True, {}, {}),
-    "once": ("llama", False, {}, {}),
-    "dora": ("llama", True, {"dora": True}, {"use_dora": True}),
-    "delta": ("delta", True, {}, {}),
-    "phi3": ("phi3", True, {}, {}),
-    "phi3, once, dora": ("phi3-wide", False, {"dora": True}, {"use_dora": True}),
+    "llama": ("llama", True, {}, {}), "qwen2, tied, biases": ("qwen2", True, {}, {}), "once": ("llama", False, {}, {}),
+    "dora": ("llama", True, {"dora": True}, {"use_dora": True}), "delta": ("delta", True, {}, {}),
+    "phi3": ("phi3", True, {}, {}), "phi3, once, dora": ("phi3-wide", False, {"dora": True}, {"use_dora": True}),
     "phi3, whole blocks": ("phi3-wide", True, {}, {}),
-}
+}  # fmt: skip
 
 
 def pair(folders, tmp_path, case, dtype=torch.float32):
@@ -238,8 +230,6 @@ def test_dense_experts_beside_packed_linears(folders, tmp_path):
 
 
 # What is refused.
-
-
 def changed(folders, tmp_path, edit=None, config_edit=None, family="llama", double=True):
     """A copy of the quantised folder with other tensors, or another config.json."""
     folder = tmp_path / "changed"
@@ -264,29 +254,39 @@ def said(tensors, **values):
     tensors[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
-def test_without_nf4(folders, tmp_path):
-    _, four = folders("llama")
-    for with_ in ({}, {"lora": {}}, {"int8": {}, "lora": {}}):
-        with pytest.raises(NeedsError) as caught:
-            decide(run(four, tmp_path / "run", **with_))
-        assert "method bitsandbytes" in caught.value.found and caught.value.do == "add --with nf4 --with lora"
+def bitsandbytes_of(**values):
+    return lambda hf: hf["quantization_config"].update(values)
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"quant_method": "hqq"}, "method hqq"),
-        ({"quant_method": "gptq", "bits": 3}, "method gptq, 3 bits"),
-        ({"bnb_4bit_quant_type": "fp4"}, "they are fp4 in uint8"),
-        ({"bnb_4bit_quant_storage": "bfloat16"}, "they are nf4 in bfloat16"),
-        ({"load_in_4bit": False, "load_in_8bit": True}, "they are int8"),
-    ],
-)
-def test_other_methods(folders, tmp_path, values, text):
-    folder = changed(folders, tmp_path, config_edit=lambda hf: hf["quantization_config"].update(values))
-    with pytest.raises((NeedsError, ConfigError), match=text) as caught:
-        decide(run(folder, tmp_path / "run", nf4={}, lora={}))
-    assert "unquantised" in caught.value.do
+def silent(hf):
+    del hf["quantization_config"]
+
+
+NF4 = {"nf4": {}, "lora": {}}
+ADD, USE = "add --with nf4 --with lora", "use --with nf4:double=true"
+
+
+@pytest.mark.parametrize(("edit", "with_", "found", "do"), [
+    *((None, with_, "method bitsandbytes", ADD) for with_ in ({}, {"lora": {}}, {"int8": {}, "lora": {}})),
+    (bitsandbytes_of(quant_method="hqq"), NF4, "method hqq", "unquantised"),
+    (bitsandbytes_of(quant_method="gptq", bits=3), NF4, "method gptq, 3 bits", "unquantised"),
+    (bitsandbytes_of(bnb_4bit_quant_type="fp4"), NF4, "they are fp4 in uint8", "unquantised"),
+    (bitsandbytes_of(bnb_4bit_quant_storage="bfloat16"), NF4, "they are nf4 in bfloat16", "unquantised"),
+    (bitsandbytes_of(load_in_4bit=False, load_in_8bit=True), NF4, "they are int8", "unquantised"),
+    (silent, {}, "is packed in 4 bits", ADD), (silent, {"nf4": {"double": False}, "lora": {}}, "quantised scales", USE),
+    (silent, {"int8": {}, "lora": {}}, "in 8 bits", USE),
+    *((lambda hf: hf.update(quantization_config=["nf4"]), with_, "not a mapping", "") for with_ in (NF4, {})),
+])  # fmt: skip
+def test_what_config_json_says(folders, tmp_path, edit, with_, found, do):
+    """Where it says nothing, the tensors do; read as another form their values would be none."""
+    folder = changed(folders, tmp_path, config_edit=edit)
+    with pytest.raises((NeedsError, ConfigError), match=found) as caught:
+        assembled(run(folder, tmp_path / "run", **with_))
+    assert do in caught.value.do
+
+
+def test_a_config_that_says_nothing(folders, tmp_path):
+    assembled(run(changed(folders, tmp_path, config_edit=silent), tmp_path / "run", **NF4))
 
 
 def test_scales_quantised_otherwise_than_asked(folders, tmp_path):
@@ -295,28 +295,6 @@ def test_scales_quantised_otherwise_than_asked(folders, tmp_path):
         with pytest.raises(ConfigError, match=f"nf4:double={not double}") as caught:
             decide(run(four, tmp_path / "run", nf4={"double": not double}, lora={}))
         assert caught.value.do == f"use --with nf4:double={str(double).lower()}"
-
-
-def test_a_config_that_does_not_say_so(folders, tmp_path):
-    folder = changed(folders, tmp_path, config_edit=lambda hf: hf.pop("quantization_config"))
-    with pytest.raises(NeedsError, match="is packed in 4 bits") as caught:
-        assembled(run(folder, tmp_path / "run"))
-    assert caught.value.do == "add --with nf4 --with lora"
-
-
-def test_a_config_that_says_nothing_or_another_thing(folders, tmp_path):
-    """The tensors say in which form they are; read as another their values would be none."""
-    silent = changed(folders, tmp_path, config_edit=lambda hf: hf.pop("quantization_config"))
-    for with_, text in (({"nf4": {"double": False}}, "quantised scales"), ({"int8": {}}, "in 8 bits")):
-        with pytest.raises(NeedsError, match=text) as caught:
-            assembled(run(silent, tmp_path / "run", lora={}, **with_))
-        assert caught.value.do.startswith("use --with nf4:double=true")
-    assembled(run(silent, tmp_path / "run", lora={}, nf4={}))
-    shutil.rmtree(silent)
-    odd = changed(folders, tmp_path, config_edit=lambda hf: hf.update(quantization_config=["nf4"]))
-    for with_, kind in (({"nf4": {}, "lora": {}}, ConfigError), ({}, NeedsError)):
-        with pytest.raises(kind, match="not a mapping"):
-            decide(run(odd, tmp_path / "run", **with_))
 
 
 def test_through_transformers(folders, tmp_path):
@@ -352,31 +330,25 @@ def single(tensors):
     tensors |= {Q: made["codes"][:, None], f"{Q}.absmax": made["absmax"]}
 
 
-@pytest.mark.parametrize(
-    ("edit", "text"),
-    [
-        (lambda t: said(t, blocksize=128), "blocks of 128"),
-        (lambda t: said(t, quant_type="fp4"), "quant_type fp4"),
-        (lambda t: said(t, nested_blocksize=512), "their scales in blocks of 512"),
-        (lambda t: said(t, shape=[32, 64]), r"of shape \[32, 64\]"),
-        (lambda t: t.update({STATE: t[STATE][:-3].clone()}), "cannot be read"),
-        (lambda t: t.update({f"{Q}.quant_map": t[f"{Q}.quant_map"] * 2}), "quant_map differs"),
-        (lambda t: t.pop(f"{Q}.nested_quant_map"), "nested_quant_map differs"),
-        (lambda t: t.pop(f"{Q}.absmax"), "bytes of .*absmax"),
-        (lambda t: t.update({Q: t[Q][:-1].clone()}), "2048 bytes of"),
-        (lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight"),
-        (lambda t: said(t, nested_offset=float("nan")), "nested_offset nan"),
-        (lambda t: said(t, nested_offset="x"), "cannot be read"),
-        (lambda t: t.update({f"{Q}.absmax": t[f"{Q}.absmax"].view(torch.int8)}), "absmax.* as torch.uint8"),
-        (
-            lambda t: t.update({f"{Q}.nested_absmax": t[f"{Q}.nested_absmax"].view(torch.int32)}),
-            "nested.* as torch.float32",
-        ),
-        (lambda t: t.update({Q: t[Q].view(torch.int8)}), "as torch.uint8"),
-        (single, "packed in 4 bits with float32 scales"),
-        (repacked, "the packed tensor lm_head.weight"),
-    ],
-)
+@pytest.mark.parametrize(("edit", "text"), [
+    (lambda t: said(t, blocksize=128), "blocks of 128"), (lambda t: said(t, quant_type="fp4"), "quant_type fp4"),
+    (lambda t: said(t, nested_blocksize=512), "their scales in blocks of 512"),
+    (lambda t: said(t, shape=[32, 64]), r"of shape \[32, 64\]"),
+    (lambda t: t.update({STATE: t[STATE][:-3].clone()}), "cannot be read"),
+    (lambda t: t.update({f"{Q}.quant_map": t[f"{Q}.quant_map"] * 2}), "quant_map differs"),
+    (lambda t: t.pop(f"{Q}.nested_quant_map"), "nested_quant_map differs"),
+    (lambda t: t.pop(f"{Q}.absmax"), "bytes of .*absmax"),
+    (lambda t: t.update({Q: t[Q][:-1].clone()}), "2048 bytes of"),
+    (lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight"),
+    (lambda t: said(t, nested_offset=float("nan")), "nested_offset nan"),
+    (lambda t: said(t, nested_offset="x"), "cannot be read"),
+    (lambda t: t.update({f"{Q}.absmax": t[f"{Q}.absmax"].view(torch.int8)}), "absmax.* as torch.uint8"),
+    (lambda t: t.update(
+        {f"{Q}.nested_absmax": t[f"{Q}.nested_absmax"].view(torch.int32)}
+    ), "nested.* as torch.float32"),
+    (lambda t: t.update({Q: t[Q].view(torch.int8)}), "as torch.uint8"),
+    (single, "packed in 4 bits with float32 scales"), (repacked, "the packed tensor lm_head.weight"),
+])  # fmt: skip
 def test_damaged_or_foreign_packing(folders, tmp_path, edit, text):
     folder = changed(folders, tmp_path, edit)
     with pytest.raises(NeedsError, match=text) as caught:

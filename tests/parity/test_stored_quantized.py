@@ -3,12 +3,9 @@
 The layouts are written here field by field, by loops, from their descriptions.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,7 +95,7 @@ KINDS: dict[str, tuple[Callable[..., tuple[Tensors, torch.Tensor]], dict[str, An
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def boxes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def boxes(request, tmp_path_factory):
     """Two boxes of the same rows: with quantised linears, and with the dense values that they stand for."""
     pack, settings = KINDS[request.param]
     packed, dense = (tmp_path_factory.mktemp(name) for name in ("packed", "dense"))
@@ -124,7 +121,7 @@ RUNS: list[dict[str, Any]] = [{**LORA}, {"nf4": {}, **LORA}, {}]
 
 
 @pytest.mark.parametrize("with_", further(RUNS, 1), ids=str)
-def test_a_run_is_that_of_the_dense_values(boxes: tuple[Path, Path], tmp_path: Path, with_: dict[str, Any]) -> None:
+def test_a_run_is_that_of_the_dense_values(boxes, tmp_path, with_):
     """Of adapters, of adapters over codes that are made of these values, of all weights; an export is dense."""
     ours, dense = (assembled(golden_run(box, packed=True, **with_)) for box in boxes)
     assert alike(played(ours), played(dense))
@@ -135,7 +132,7 @@ def test_a_run_is_that_of_the_dense_values(boxes: tuple[Path, Path], tmp_path: P
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_other_readers_and_damage(boxes: tuple[Path, Path], tmp_path: Path) -> None:
+def test_other_readers_and_damage(boxes, tmp_path):
     folder = boxes[0] / "untied"
     with pytest.raises(NeedsError, match=r"weights in .*\n.*runs through transformers"):
         load(folder, read_config_json(folder / "config.json"), "transformers", torch.float32, 0)
@@ -151,7 +148,7 @@ def test_other_readers_and_damage(boxes: tuple[Path, Path], tmp_path: Path) -> N
         _ = [recipe.fill(name, t, (0,) * t.ndim) for name, t in every]
 
 
-def test_a_bias_that_is_not_zero_is_refused(boxes: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_bias_that_is_not_zero_is_refused(boxes, tmp_path):
     tensors = load_file(boxes[0] / "untied" / "model.safetensors")
     biases = [name for name in tensors if name.endswith("o_proj.bias")]
     if biases:

@@ -1,7 +1,5 @@
 """Plans of models that run through transformers: sizes and saved bytes are traced, and every model gets a figure."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -62,8 +60,6 @@ GRANITE_MOE = {"model_type": "granitemoe", "num_experts_per_tok": 8, "tie_word_e
 # As published, with the parameters in millions that their makers count (of images and text, the language model's).
 PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     "gemma-2-2b": (2614, sizes(2304, 9216, 26, 8, 4, 256000, head_dim=256, **GEMMA2)),
-    "gemma-2-9b": (9242, sizes(3584, 14336, 42, 16, 8, 256000, head_dim=256, **GEMMA2)),
-    "gemma-3-270m": (268, sizes(640, 2048, 18, 4, 1, 262144, head_dim=256, model_type="gemma3_text")),
     "gemma-3-1b": (1000, sizes(1152, 6912, 26, 4, 1, 262144, head_dim=256, model_type="gemma3_text")),
     "gemma-3-4b": (
         3880,
@@ -72,17 +68,14 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
             "text_config": sizes(2560, 10240, 34, 8, 4, 262208, head_dim=256, model_type="gemma3_text"),
         },
     ),
-    "phi-4": (14660, sizes(5120, 17920, 40, 40, 10, 100352, model_type="phi3")),
     "phi-4-mini": (
         3836,
         sizes(3072, 8192, 32, 24, 8, 200064, model_type="phi3", partial_rotary_factor=0.75, tie_word_embeddings=True),
     ),
     "granite-3.3-2b": (2534, sizes(2048, 8192, 40, 32, 8, 49159, model_type="granite", tie_word_embeddings=True)),
-    "olmo-2-7b": (7299, sizes(4096, 11008, 32, 32, 32, 100352, model_type="olmo2")),
     "olmo-2-1b": (1485, sizes(2048, 8192, 16, 16, 16, 100352, model_type="olmo2")),
     "smollm3-3b": (3075, sizes(2048, 11008, 36, 16, 4, 128256, model_type="smollm3", tie_word_embeddings=True)),
     "command-r7b": (8028, sizes(4096, 14336, 32, 32, 8, 256000, model_type="cohere2", sliding_window=4096)),
-    "aya-8b": (8028, sizes(4096, 14336, 32, 32, 8, 256000, model_type="cohere")),
     "nemotron-nano-9b-v2": (8888, sizes(4480, 15680, 56, 40, 8, 131072, **NEMOTRON_H)),
     "lfm2-1.2b": (
         1170,
@@ -109,13 +102,10 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     "granite-3.0-1b-a400m": (1335, sizes(1024, 512, 24, 16, 8, 49155, **GRANITE_MOE, num_local_experts=32)),
     "granite-3.0-3b-a800m": (3299, sizes(1536, 512, 32, 24, 8, 49155, **GRANITE_MOE, num_local_experts=40)),
     "gpt2": (124, {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}),
-    "gemma-2-27b": (27227, sizes(4608, 36864, 46, 32, 16, 256000, head_dim=128, **GEMMA2, query_pre_attn_scalar=144)),
     "command-r-08-2024": (
         32296,
         sizes(8192, 24576, 40, 64, 8, 256000, model_type="cohere", logit_scale=0.0625, tie_word_embeddings=True),
     ),
-    "starcoder2-7b": (7174, sizes(4608, 18432, 32, 36, 4, 49152, model_type="starcoder2", use_bias=True)),
-    "starcoder2-15b": (15655, sizes(6144, 24576, 40, 48, 4, 49152, model_type="starcoder2", use_bias=True)),
     "stablelm-2-1.6b": (
         1645,
         sizes(2048, 5632, 24, 32, 32, 100352, model_type="stablelm", use_qkv_bias=True, partial_rotary_factor=0.25),
@@ -146,18 +136,11 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
     ),
     "llama-3.1-8b": (8030, sizes(4096, 14336, 32, 32, 8, 128256, model_type="llama")),
     "mistral-7b": (7248, sizes(4096, 14336, 32, 32, 8, 32768, model_type="mistral", sliding_window=None)),
-    "smollm2-1.7b": (
-        1711, sizes(2048, 8192, 24, 32, 32, 49152, model_type="llama", tie_word_embeddings=True),
-    ),
     "phi-3-mini": (3821, sizes(3072, 8192, 32, 32, 32, 32064, model_type="phi3", sliding_window=2047)),
-    "granite-3.3-8b": (
-        8171, sizes(4096, 12800, 40, 32, 8, 49159, model_type="granite", tie_word_embeddings=True),
-    ),
     "olmo-3-7b": (7298, sizes(4096, 11008, 32, 32, 32, 100278, model_type="olmo3")),
     "ernie-4.5-0.3b": (
         361, sizes(1024, 3072, 18, 16, 2, 103424, head_dim=128, model_type="ernie4_5", tie_word_embeddings=True),
     ),
-    "yi-1.5-9b": (8829, sizes(4096, 11008, 48, 32, 4, 64000, model_type="llama")),
     "gpt-oss-20b": (
         20915,
         sizes(2880, 2880, 24, 64, 8, 201088, head_dim=64, model_type="gpt_oss", num_local_experts=32),
@@ -175,7 +158,7 @@ QUICK = ("gemma-2-2b", "gemma-3-1b", "lfm2-1.2b")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def cache(tmp_path_factory):
     """One folder of traces for all tests of this file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPTRUSH_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -239,11 +222,11 @@ NATIVE: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-FIRST = ("llama", "qwen3", "cohere", "starcoder2")
+FIRST = ("qwen3", "cohere")
 
 
 @pytest.mark.parametrize("kind", further([*FIRST, *(kind for kind in NATIVE if kind not in FIRST)], len(FIRST)))
-def test_a_trace_finds_what_the_ledger_has(kind: str) -> None:
+def test_a_trace_finds_what_the_ledger_has(kind):
     """Sizes exactly, saved bytes closely: the norms of queries and keys, 14 % of a small model, would be missed."""
     hf, near = NATIVE[kind]
     written, found = ModelShape.read({"architectures": ["ForCausalLM"], **hf}), trace(hf)
@@ -258,7 +241,7 @@ def test_a_trace_finds_what_the_ledger_has(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [k for k in (*FAMILIES, *EXPERTS) if k != "llama4_text"])  # which has no such backbone
-def test_sizes_of_native_families(kind: str) -> None:
+def test_sizes_of_native_families(kind):
     """Parameters of transformers' class, experts too, are those that `ModelShape` counts."""
     hf = {**FAMILIES, **EXPERTS}[kind]
     model = opened_on_meta(hf)
@@ -274,7 +257,7 @@ ACTIVE = {"qwen1.5-moe-a2.7b": 2689, "granite-3.0-1b-a400m": 429, "granite-3.0-3
 
 
 @pytest.mark.parametrize("name", further([*ACTIVE], 1))
-def test_matrices_that_a_token_passes(name: str) -> None:
+def test_matrices_that_a_token_passes(name):
     """Millions: what the names say. The work counts these, and memory all."""
     shape = shape_of(PUBLISHED[name][1])
     assert isinstance(shape, TracedShape) and 0 < shape.routed < shape.stacked < shape.matrices
@@ -284,15 +267,14 @@ def test_matrices_that_a_token_passes(name: str) -> None:
     assert work["forward.experts"].flop == 2.4 * shape.routed
 
 
-def test_blocks_that_return_pairs_are_traced() -> None:
+def test_blocks_that_return_pairs_are_traced():
     """The model takes two values of each block, from those that are not traced too."""
-    mamba = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "attn_layer_indices": [2]}
-    found = trace({**TINY, "model_type": "bamba", "num_hidden_layers": 3, **mamba})
-    assert found.layers == 3 and found.saved and not found.separates
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "attn_layer_indices": [1]}
+    found = trace({**TINY, "model_type": "bamba", **mamba})
+    assert found.layers == 2 and found.saved and not found.separates
 
 
-@pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo", "kto", "reward"])
-def test_documents_that_meet_are_no_pairs(tmp_path: Path, objective: str) -> None:
+def test_documents_that_meet_are_no_pairs(tmp_path):
     """A plan refuses what `train` would refuse; a set without `packing` is planned."""
     model = folder(tmp_path / "model", {**TINY, "model_type": "opt", "ffn_dim": 160, "word_embed_proj_dim": 64})
     assert search.predict(run(model), "h100").peak_bytes > 0
@@ -300,14 +282,15 @@ def test_documents_that_meet_are_no_pairs(tmp_path: Path, objective: str) -> Non
         search.predict(run(model, "{packing: {}}"), "h100")
     assert error.value.do == "leave packing out"
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    text = f"model: {{path: {model}}}\nobjective: {objective}\ndata: {{path: {tmp_path}/rows.jsonl}}\noutput: out\n"
-    text += "train: {steps: 3}\nbatch: {seq: 64, tokens: 128, micro_tokens: 128}\nwith: {}\n"
-    with pytest.raises(NeedsError, match="rows of pairs") as error:
-        search.predict(parse_config(text, "case"), "h100")
-    assert "opt" in error.value.found and error.value.do == "use objective: sft"
+    for objective in ("dpo", "orpo", "simpo", "kto", "reward"):
+        text = f"model: {{path: {model}}}\nobjective: {objective}\ndata: {{path: {tmp_path}/rows.jsonl}}\noutput: out\n"
+        text += "train: {steps: 3}\nbatch: {seq: 64, tokens: 128, micro_tokens: 128}\nwith: {}\n"
+        with pytest.raises(NeedsError, match="rows of pairs") as error:
+            search.predict(parse_config(text, "case"), "h100")
+        assert "opt" in error.value.found and error.value.do == "use objective: sft"
 
 
-def test_a_loop_over_experts_has_no_plan() -> None:
+def test_a_loop_over_experts_has_no_plan():
     """Its products depend on values, which a trace does not have."""
     hf = {**TINY, "model_type": "jetmoe", "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
     with pytest.raises(NoPlan, match="its blocks cannot be traced"):
@@ -318,30 +301,25 @@ def test_a_loop_over_experts_has_no_plan() -> None:
 
 
 STEPS = [
-    ("gemma-2-2b", 2, "{bf16: {}}"),
-    ("gemma-3-1b", 7, "{bf16: {}, attention: {}}"),
-    ("olmo-2-1b", 6, "{amp: {}, attention: {}, fused-adamw: {}}"),
-    ("phi-4-mini", 3, "{bf16: {}, attention: {}, recompute: {}, fused-loss: {}}"),
-    ("lfm2-1.2b", 5, "{bf16: {}, attention: {}, selective-recompute: {}}"),
-    ("smollm3-3b", 4, "{}"),
+    ("granite-3.0-3b-a800m", 2, "{amp: {}, attention: {}, fused-adamw: {}}"),
+    ("lfm2-1.2b", 3, "{bf16: {}, attention: {}, selective-recompute: {}}"), ("gemma-2-2b", 2, "{bf16: {}}"),
+    ("gemma-3-1b", 7, "{bf16: {}, attention: {}}"), ("olmo-2-1b", 6, "{amp: {}, attention: {}, fused-adamw: {}}"),
+    ("phi-4-mini", 3, "{bf16: {}, attention: {}, recompute: {}, fused-loss: {}}"), ("smollm3-3b", 4, "{}"),
     ("qwen1.5-moe-a2.7b", 2, "{bf16: {}, attention: {}}"),
-    ("granite-3.0-3b-a800m", 4, "{amp: {}, attention: {}, fused-adamw: {}}"),
     ("granite-3.0-1b-a400m", 6, "{bf16: {}, attention: {}, recompute: {}, fused-loss: {}}"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "layers", "with_"), further(STEPS, 3))
-def test_the_peak_of_a_step(tmp_path: Path, name: str, layers: int, with_: str) -> None:
+@pytest.mark.parametrize(("name", "layers", "with_"), further(STEPS, 1))
+def test_the_peak_of_a_step(tmp_path, name, layers, with_):
     hf = {**PUBLISHED[name][1], "num_hidden_layers": layers, "vocab_size": 4096}
     hf |= {"layer_types": hf["layer_types"][:layers]} if "layer_types" in hf else {}
     check_prediction(run(folder(tmp_path / "model", hf), with_), rel=0.07)
 
 
 # --- every model on every card
-
-
 @pytest.mark.parametrize("name", further([*PUBLISHED], 8))
-def test_sizes_of_published_models(name: str) -> None:
+def test_sizes_of_published_models(name):
     millions, hf = PUBLISHED[name]
     shape = shape_of(hf)
     assert shape.parameters / 1e6 == pytest.approx(millions, rel=5e-3)
@@ -352,7 +330,7 @@ def test_sizes_of_published_models(name: str) -> None:
     ("name", "card"),
     further([(n, c) for n in (*QUICK, *sorted(PUBLISHED.keys() - {*QUICK})) for c in (*CARDS, *SEVERAL)], 8),
 )
-def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: str) -> None:
+def test_every_model_has_a_plan_on_every_card(tmp_path, name, card):
     """A figure each; none fits only if weights in 4 bits, with the vocabulary in 16, nearly fill the card."""
     hf = PUBLISHED[name][1]
     model, shape = folder(tmp_path / "model", hf), shape_of(hf)
@@ -371,20 +349,17 @@ def test_every_model_has_a_plan_on_every_card(tmp_path: Path, name: str, card: s
     assert shape.separates or "packing" not in found.best.setting.with_
 
 
-@pytest.mark.parametrize(
-    "kind",
-    further([{"model_type": "stablelm"}, QWEN_MOE, GEMMA4,
-             *({"model_type": name} for name in ("gemma2", "cohere", "starcoder2"))], 3),
-    ids=lambda kind: kind["model_type"],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", further([QWEN_MOE, GEMMA4, {"model_type": "stablelm"}, *(
+    {"model_type": name} for name in ("gemma2", "cohere", "starcoder2")
+)], 2), ids=lambda kind: kind["model_type"])  # fmt: skip
 @pytest.mark.parametrize("name", [c.name for c in ALL])
-def test_rules_of_each_technique_find_their_lines(tmp_path: Path, name: str, kind: dict[str, Any]) -> None:
+def test_rules_of_each_technique_find_their_lines(tmp_path, name, kind):
     """A rule that matches nothing raises ValueError: only a need may be unmet, never a line missing."""
     hf = {**TINY, **kind, "num_key_value_heads": 4}
     model, device = folder(tmp_path / "model", hf), "2xh100"
     cls = next(c for c in ALL if c.name == name)
     base = {"bf16": {}, "ddp": {}, "lora": {}, "compile": {}}
-    for left_out in ((), ("bf16",), ("ddp",), ("lora",), ("lora", "compile"), ("bf16", "ddp", "lora", "compile")):
+    for left_out in ((), ("bf16", "ddp"), ("lora", "compile"), ("bf16", "ddp", "lora", "compile")):
         chosen = {n: o for n, o in base.items() if n not in left_out} | {name: dict(cls.sample)}
         config = run(model, json.dumps({n: o for n, o in chosen.items() if n == name or not _clash(n, cls)}))
         with suppress(NeedsError, ConfigError, ConflictError):
@@ -396,9 +371,7 @@ def _clash(name: str, cls: Any) -> bool:
 
 
 # --- the cache, and models without a plan
-
-
-def test_a_second_plan_traces_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_second_plan_traces_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path))
     hf = {**TINY, "model_type": "olmo2", "vocab_size": 333}
     first = read_traced(hf)
@@ -414,7 +387,7 @@ def test_a_second_plan_traces_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert read_traced(hf) == first
 
 
-def test_a_model_whose_code_is_not_transformers_own(tmp_path: Path) -> None:
+def test_a_model_whose_code_is_not_transformers_own(tmp_path):
     hf = {**TINY, "model_type": "somebodys", "auto_map": {"AutoConfig": "code.Config"}}
     with pytest.raises(NoPlan, match="its code is not transformers' own"):
         read_traced(hf)

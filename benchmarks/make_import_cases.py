@@ -1,6 +1,6 @@
 """Record what axolotl's and LLaMA-Factory's own code make of rows: tokens, and which of them are learnt.
 
-    python make_import_cases.py AXOLOTL LLAMA_FACTORY          # folders of their sources; writes import_cases.json
+    python benchmarks/make_import_cases.py AXOLOTL LLAMA_FACTORY    # folders of their sources; writes the cases
 
 Their code runs as it is, with the tokenizer of the built-in tiny model. Rows, flags and results are the data of
 test_import_cases.py. torchaudio, which LLaMA-Factory imports for sounds, is replaced by an empty module.
@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from optrush.models import tiny
 
-OUT = Path(__file__).with_name("import_cases.json")
+OUT = Path(__file__).parents[1] / "tests/parity/import_cases.json"
 TALK = [
     {"role": "system", "content": "be short"},
     {"role": "user", "content": "How much salt?"},

@@ -113,12 +113,9 @@ def configurations() -> Iterator[Payload]:
     for name, text in YAMLS.items():
         yield Payload("yaml", name, _yaml(text), refused=True)
     for flag in (
-        "seed=" + "[" * 3000,
-        "model=!!python/name:os.system x",
-        "with.packing=&a [*a]",
-        "output=\ud800",
+        "seed=" + "[" * 3000, "model=!!python/name:os.system x", "with.packing=&a [*a]", "output=\ud800",
         "seed=" + "9" * 5000,
-    ):
+    ):  # fmt: skip
         yield Payload(
             "yaml", f"--set {flag[:40]}", lambda box, flag=flag: called("train", box.write(), "--set", flag), True
         )
@@ -276,14 +273,9 @@ def pickles() -> Iterator[Payload]:
     for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json", INDEX):
         yield Payload("pickle", f"as {name}", _replaced(name, pickled(), gone if name == INDEX else ()), refused=True)
     for name in (
-        "optimizer.pt",
-        "scheduler.pt",
-        "rng_state.pth",
-        "training_args.bin",
-        "pytorch_model.bin",
-        "tokenizer.pkl",
+        "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "pytorch_model.bin", "tokenizer.pkl",
         "vocab.pkl",
-    ):
+    ):  # fmt: skip
         yield Payload("pickle", f"{name} in the folder", _replaced(name, pickled(True)))
     for name in ("adapter_model.bin", "adapter_model.safetensors"):
 
@@ -313,20 +305,14 @@ def code() -> Iterator[Payload]:
     ):  # fmt: skip
         yield Payload("code", json.dumps(changes)[:60], _replaced("evil.py", CODE, (), **changes))
     for name in (
-        "modeling_llama.py",
-        "configuration_llama.py",
-        "tokenization.py",
-        "custom_generate/generate.py",
-        "__init__.py",
+        "modeling_llama.py", "configuration_llama.py", "tokenization.py", "custom_generate/generate.py", "__init__.py",
         "sitecustomize.py",
-    ):
+    ):  # fmt: skip
         yield Payload("code", name, _replaced(name, CODE))
     for tokenizer in (
-        {"tokenizer_class": "X", "auto_map": maps},
-        {"tokenizer_class": "evil.X"},
-        {"auto_map": maps},
+        {"tokenizer_class": "X", "auto_map": maps}, {"tokenizer_class": "evil.X"}, {"auto_map": maps},
         {"tokenizer_class": 1},
-    ):
+    ):  # fmt: skip
         yield Payload(
             "code", f"tokenizer_config.json {tokenizer}"[:60], _replaced("tokenizer_config.json", json.dumps(tokenizer))
         )
@@ -371,17 +357,8 @@ def templates() -> Iterator[Payload]:
 
         yield Payload("template", text[:60], attempt)
     for value in (
-        1,
-        [],
-        {},
-        None,
-        True,
-        [{"name": "default"}],
-        [{"name": 1, "template": 2}],
-        {"default": 5},
-        [1],
-        "{{",
-    ):
+        1, [], {}, None, True, [{"name": "default"}], [{"name": 1, "template": 2}], {"default": 5}, [1], "{{",
+    ):  # fmt: skip
         settings = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": value})
         yield Payload("template", f"chat_template: {value}", _replaced("tokenizer_config.json", settings))
 
@@ -447,17 +424,9 @@ def rows() -> Iterator[Payload]:
     for name, raw in files.items():
         yield Payload("rows", name, _data(name, raw))
     for name in (
-        "a;touch x.jsonl",
-        "$(touch x).jsonl",
-        "`touch x`.jsonl",
-        "-rf.jsonl",
-        "a\nb.jsonl",
-        "%s%n.jsonl",
-        "<b>.jsonl",
-        "*.jsonl",
-        "\udcff.jsonl",
-        "[a].jsonl",
-    ):
+        "a;touch x.jsonl", "$(touch x).jsonl", "`touch x`.jsonl", "-rf.jsonl", "a\nb.jsonl", "%s%n.jsonl", "<b>.jsonl",
+        "*.jsonl", "\udcff.jsonl", "[a].jsonl",
+    ):  # fmt: skip
         yield Payload("rows", f"a file {name!r}", _data(name, b'{"text": "Chop and stir."}\n' * 3))
 
 
@@ -489,21 +458,10 @@ def names() -> Iterator[Payload]:
             return ended
 
         yield Payload("names", f"output {name!r:.40}", attempt)
-    for link, target in itertools.product(
-        (
-            "report.html.tmp",
-            "loss.png",
-            "metrics.jsonl",
-            "run.yaml",
-            ".lock",
-            "data.json.tmp",
-            "checkpoints",
-            "tensorboard",
-            "quarantine.jsonl",
-            "model.tmp",
-        ),
-        ("victim", "missing"),
-    ):
+    for link, target in itertools.product((
+        "report.html.tmp", "loss.png", "metrics.jsonl", "run.yaml", ".lock", "data.json.tmp", "checkpoints",
+        "tensorboard", "quarantine.jsonl", "model.tmp",
+    ), ("victim", "missing")):  # fmt: skip
 
         def planted(box: Box, link: str = link, target: str = target) -> Ended:
             victim = box.folder / target
@@ -562,15 +520,9 @@ def _file(name: str, content: bytes) -> Callable[[Path], None]:
 
 def leftovers() -> Iterator[Payload]:
     for name in (
-        "../../../etc/passwd",
-        "/etc/passwd",
-        "rank-0.safetensors/../x",
-        "rank-0.bin",
-        "",
-        "..",
-        "rank-0.safetensors\n",
+        "../../../etc/passwd", "/etc/passwd", "rank-0.safetensors/../x", "rank-0.bin", "", "..", "rank-0.safetensors\n",
         "rank-" + "9" * 5000 + ".safetensors",
-    ):
+    ):  # fmt: skip
         yield Payload("manifest", f"names {name!r:.40}", _resumed(_manifest(name=name)), refused=True)
     for key, value in [
         ("step", -1), ("step", "x"), ("step", 10**400), ("tensors", {}), ("tensors", []), ("files", {}), ("files", []), ("config", {}), ("config", {"data": 1}),
@@ -581,38 +533,20 @@ def leftovers() -> Iterator[Payload]:
     ]:  # fmt: skip
         yield Payload("manifest", f"{key}: {str(value)[:40]}", _resumed(_manifest(**{key: value})))
     texts = {
-        "deep": DEEP.encode(),
-        "a list": b"[]",
-        "a number": b"1",
-        "nothing": b"",
-        "no UTF-8": b"\xff\xfe",
+        "deep": DEEP.encode(), "a list": b"[]", "a number": b"1", "nothing": b"", "no UTF-8": b"\xff\xfe",
         "wrong": b'{"step": "x", "name": 1, "rows": 5}',
-    }
-    for file, (name, text) in itertools.product(
-        (
-            "data.json",
-            "checkpoints/best.json",
-            "tensorboard/tracker.json",
-            "metrics.jsonl",
-            "run.yaml",
-            "checkpoints/*/manifest.json",
-        ),
-        texts.items(),
-    ):
+    }  # fmt: skip
+    for file, (name, text) in itertools.product((
+        "data.json", "checkpoints/best.json", "tensorboard/tracker.json", "metrics.jsonl", "run.yaml",
+        "checkpoints/*/manifest.json",
+    ), texts.items()):  # fmt: skip
         yield Payload("leftovers", f"{file}: {name}", _resumed(_file(file, text)))
     for file, (name, text) in itertools.product(("metrics.jsonl", "run.yaml"), texts.items()):
         yield Payload("leftovers", f"report of {file}: {name}", _resumed(_file(file, text), "report", "out"))
-    for file, (name, text) in itertools.product(
-        (
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "generation_config.json",
-            "special_tokens_map.json",
-            "added_tokens.json",
-            "chat_template.jinja",
-        ),
-        texts.items(),
-    ):
+    for file, (name, text) in itertools.product((
+        "tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json",
+        "added_tokens.json", "chat_template.jinja",
+    ), texts.items()):  # fmt: skip
         yield Payload("leftovers", f"the model's {file}: {name}", _replaced(file, text))
 
 
