@@ -111,6 +111,29 @@ def signalled(step: int, number: int, rank: int | None = None) -> Callable[[], N
     return at_step(step, lambda: os.kill(os.getpid(), number), rank)
 
 
+def recording(path: Path) -> Callable[[], None]:
+    """Notes which samples each step took."""
+
+    def before() -> None:
+        begin, gradients = run.set_step, build.forward_backward
+        at = {"step": 0}
+
+        def noted(job: Any, n: int, steps: int) -> None:
+            at["step"] = n
+            begin(job, n, steps)
+
+        def taking(job: Any, batches: Any, terms: int) -> Any:
+            line = [at["step"], [s for b in batches for s in b.samples]]
+            if at["step"]:  # else it is the rehearsal
+                with path.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            return gradients(job, batches, terms)
+
+        run.set_step, build.forward_backward = noted, taking
+
+    return before
+
+
 def held(step: int, until: Path) -> Callable[[], None]:
     """A `before` with which the run waits ahead of a step until there is such a file."""
     return at_step(step, lambda: wait_until(until.exists, f"{until.name} is there"))

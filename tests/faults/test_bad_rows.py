@@ -101,15 +101,12 @@ def test_bad_rows_of_json_lines(tmp_path: Path) -> None:
 
 def test_bad_rows_of_csv(tmp_path: Path) -> None:
     rows = {
-        "truncated": (b"a,b", "2 cells for 3 columns"),
-        "too many cells": (b"a,b,c,d", "4 cells for 3 columns"),
-        "empty line": (b"", "an empty line"),
-        "invalid UTF-8": (b"a,\xff,c", "invalid UTF-8"),
-        "byte order mark in a row": (b"\xef\xbb\xbfa,b,c", "byte order mark"),
-        "quotes": (b'a,"b"b,c', "not valid CSV"),
+        "truncated": (b"a,b", "2 cells for 3 columns"), "too many cells": (b"a,b,c,d", "4 cells for 3 columns"),
+        "empty line": (b"", "an empty line"), "invalid UTF-8": (b"a,\xff,c", "invalid UTF-8"),
+        "byte order mark in a row": (b"\xef\xbb\xbfa,b,c", "byte order mark"), "quotes": (b'a,"b"b,c', "not valid CSV"),
         "empty cell": (b"a,,c", "chosen is empty"),
         "chosen == rejected": (b"a,b,b", "chosen and rejected are the same"),
-    }
+    }  # fmt: skip
 
     def write(path: Path, at: int, kind: str) -> None:
         lines = [b'"a\nsk",yes,"n""o"'] * 2

@@ -15,26 +15,22 @@ from optrush.trainer import build, run
 from optrush.trainer.checkpoint import find_checkpoints, verify
 
 from harness import told
-from runs import Before, configuration, figures, lines, said, trained, trained_on, write_data, write_model
+from runs import Before, configuration, figures, lines, said, trained, trained_on
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    write_model(folder / "model")
-    write_data(folder / "data.jsonl")
-    assert trained(configuration(folder, folder / "reference"), before=poisoning(folder, set(), "loss")) == 0
-    return folder
+def firsts(home: Path) -> dict[int, int]:
+    """The first sample of each step of the reference."""
+    found: dict[int, int] = {}
+    for n, taken in map(json.loads, (home / "reference.samples").read_text().splitlines()):
+        found.setdefault(n, taken[0])
+    return found
 
 
 def poisoning(home: Path, bad: set[int], where: str) -> Before:
     """In these steps, one micro-batch of one rank (the one with the reference's first sample) is not finite."""
 
     def before() -> None:
-        begin, loss = run.set_step, build.loss
-        at = {"step": 0}
-        noted = home / "first"
-        firsts = json.loads(noted.read_text()) if noted.exists() else {}
+        begin, loss, first, at = run.set_step, build.loss, firsts(home), {"step": 0}
 
         def stepping(job: Any, n: int, steps: int) -> None:
             at["step"] = n
@@ -42,11 +38,7 @@ def poisoning(home: Path, bad: set[int], where: str) -> Before:
 
         def poisoned(job: Any, batch: Any) -> Any:
             found = loss(job, batch)
-            n = str(at["step"])
-            if not bad and n not in firsts and batch.samples:
-                firsts[n] = batch.samples[0]
-                noted.write_text(json.dumps(firsts))
-            if at["step"] in bad and firsts[n] in batch.samples and torch.is_grad_enabled():
+            if at["step"] in bad and first[at["step"]] in batch.samples and torch.is_grad_enabled():
                 if where == "loss":
                     found = found * float("inf")
                 else:
@@ -108,8 +100,7 @@ def test_three_in_a_row_end_the_run(home: Path, ranks: int) -> None:
     codes = trained_on(ranks, config, before=before) if ranks > 1 else [trained(config, before=before)]
     assert codes == [1] * ranks, said(config)
     assert "steps 5, 6, 7" in said(config) and "Traceback" not in said(config)
-    firsts = json.loads((home / "first").read_text())
-    assert f"step 7: {firsts['7']}" in said(config)
+    assert f"step 7: {firsts(home)[7]}" in said(config)
     assert figures(output)[-1]["step"] in (7, 8) and find_checkpoints(output)[0].name == "step-000006"
     assert every_number_is_finite(output)
     if ranks == 1:  # two of the three lie before the checkpoint: going on does not forget them

@@ -28,7 +28,6 @@ from optrush.trainer.run_dir import Best, BestCheckpoint, Patience, comparable, 
 from harness import ended, fork, launch_env, told
 from runs import (
     begun,
-    begun_on,
     command,
     configuration,
     each_step,
@@ -199,13 +198,9 @@ def test_stopped_early_on_two_ranks(home: Path, kind: str) -> None:
     assert measured(config, output / "model") == pytest.approx(best_of(output)[1], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"data__eval": None}, "no `data.eval`: nothing is held out"),
-        ({}, "1 evaluation in 12 steps, the last after the"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"data__eval": None}, "no `data.eval`: nothing is held out"), ({}, "1 evaluation in 12 steps, the last after the"),
+])  # fmt: skip
 def test_a_run_that_could_not_stop_early(
     home: Path, changes: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,27 +222,6 @@ def test_patience() -> None:
         for loss, ends in zip(losses_, expected, strict=True):
             patience.add(loss)
             assert patience.exhausted == ends, (losses_, loss)
-
-
-@pytest.mark.slow
-def test_on_two_ranks(home: Path) -> None:
-    changes = {"with": {"packing": {}, "fsdp": {}}}
-    output, config = configured(home, "two", **changes)
-    assert trained_on(2, config) == [0, 0], said(config)
-    assert pointed(output) == best_of(output)
-    assert measured(config, output / "model") == pytest.approx(best_of(output)[1], abs=1e-6)
-
-
-@pytest.mark.slow
-def test_stopped_on_two_ranks(home: Path) -> None:
-    changes = {"with": {"packing": {}, "fsdp": {}}}
-    output, config = configured(home, "two-whole", **changes)
-    assert trained_on(2, config) == [0, 0], said(config)
-    stopped, config = configured(home, "two-stopped", **changes)
-    pids = begun_on(2, config, before=each_step(lambda n: os.kill(os.getpid(), signal.SIGTERM) if n == 7 else None))
-    assert [ended(pid) for pid in pids] == [143, 143], said(config)
-    assert trained_on(2, config, "--resume", "auto") == [0, 0], said(config)
-    assert pointed(stopped) == pointed(output) and exported(stopped) == exported(output)
 
 
 def test_a_damaged_best_one(home: Path) -> None:

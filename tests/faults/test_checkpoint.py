@@ -56,13 +56,13 @@ def test_nothing_there_begins_at_the_start(tmp_path: Path) -> None:
 
 
 def test_killed_at_every_call_of_a_save(tmp_path: Path) -> None:
-    """R2: calls of files.py, pruning included: before it, and halfway through and right after each write; every fifth
+    """R2: calls of files.py, pruning included: before it, and halfway through and right after each write; every eighth
     one, in the long form all.
 
     After any other call the disk is as before the next one.
     """
     steps = (2, 4)
-    calls, every = 0, 1 if LONG else 5
+    calls, every = 0, 1 if LONG else 8
     for how in ("before", "half", "after"):
         at = 1 - every
         while True:

@@ -5,23 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from test_best import scalars, shown
 
+from optrush.trainer import trackers
+
 from harness import told
-from runs import configuration, each_step, lines, said, trained, write_data, write_model
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    write_model(folder / "model")
-    write_data(folder / "data.jsonl")
-    return folder
+from runs import at_step, configuration, each_step, lines, said, together, trained
 
 
 @pytest.fixture
@@ -40,6 +34,14 @@ def fill(disk: Path) -> None:
     with suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
+
+
+def filling(disk: Path, step: int) -> Callable[[], None]:
+    """A `before` with which the disk is full from a step on, and the end waits less for room."""
+    return together(
+        lambda: (setattr(trackers, "PATIENCE_S", 0.5), setattr(trackers, "EVERY_S", 0.1)),
+        at_step(step, lambda: fill(disk)),
+    )
 
 
 def on(disk: Path, home: Path, name: str, steps: int = 12) -> Path:
@@ -96,7 +98,7 @@ def test_a_failure_after_the_check(home: Path, disk: Path, failing: str) -> None
 def test_full_for_good(home: Path, disk: Path) -> None:
     """Training goes on to its end, and does not repeat what it lost; the last good checkpoint is whole, exit code 1."""
     config = on(disk, home, "for-good", steps=20)
-    assert trained(config, before=each_step(lambda n: fill(disk) if n == 10 else None)) == 1
+    assert trained(config, before=filling(disk, 10)) == 1
     text = said(config)
     assert "Traceback" not in text, text
     assert "step 20/20" in text and "resume from step-000009 with: --resume auto" in text
@@ -111,7 +113,7 @@ def test_full_for_good(home: Path, disk: Path) -> None:
 def test_nothing_was_ever_saved(home: Path, disk: Path) -> None:
     """The error does not promise a checkpoint, and going on says that it begins."""
     config = on(disk, home, "never", steps=4)
-    assert trained(config, before=each_step(lambda n: fill(disk) if n == 1 else None)) == 1
+    assert trained(config, before=filling(disk, 1)) == 1
     assert "nothing is saved yet; start again" in said(config) and "--resume auto" not in said(config)
     (disk / "filler").unlink()
     assert trained(config, "--resume", "auto") == 0, said(config)
@@ -120,7 +122,7 @@ def test_nothing_was_ever_saved(home: Path, disk: Path) -> None:
 
 def test_room_comes_back(home: Path, disk: Path) -> None:
     """TensorBoard's file, the metrics and the saves go on where they stopped."""
-    config = on(disk, home, "comes-back", steps=30)
+    config = on(disk, home, "room-back", steps=30)
 
     def change(n: int) -> None:
         if n == 10:

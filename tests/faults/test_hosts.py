@@ -105,11 +105,8 @@ class Hosts:
         names.write_text(NAMES)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PATH": path,
-            "JOB_COMPLETION_INDEX": str("ab".index(host)),
-        }
+            **os.environ, "OMP_NUM_THREADS": "1", "PATH": path, "JOB_COMPLETION_INDEX": str("ab".index(host)),
+        }  # fmt: skip
         entered = ["ip", "netns", "exec", self.names[host], "unshare", "--uts", *own, "sh", "-c", NAMED, "sh"]
         command = [*entered, str(names), name, script]
         with config.with_suffix(f".{host}.log").open("ab") as log:

@@ -11,15 +11,13 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from meshes import further
-from optrush.trainer import build, run
 from optrush.trainer.checkpoint import find_checkpoints, verify
 
 from harness import LONG, ended, told
@@ -32,6 +30,7 @@ from runs import (
     figures,
     held,
     lines,
+    recording,
     said,
     signalled,
     together,
@@ -39,46 +38,11 @@ from runs import (
     trained_on,
     wait_for,
     weights,
-    write_data,
-    write_model,
 )
 
 SAVE_EVERY, STEPS = 3, 12
 TECHNIQUES = ({"packing": {}}, {"packing": {}, "ddp": {}}, {"packing": {}, "fsdp": {}})
 ALONE, DDP, FSDP = TECHNIQUES
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, data, and `reference`: a run that nothing happened to."""
-    folder = tmp_path_factory.mktemp("home")
-    write_model(folder / "model")
-    write_data(folder / "data.jsonl")
-    assert trained(configuration(folder, folder / "reference"), before=recording(folder / "reference.samples")) == 0
-    return folder
-
-
-def recording(path: Path) -> Callable[[], None]:
-    """Notes which samples each step took."""
-
-    def before() -> None:
-        begin, gradients = run.set_step, build.forward_backward
-        at = {"step": 0}
-
-        def noted(job: Any, n: int, steps: int) -> None:
-            at["step"] = n
-            begin(job, n, steps)
-
-        def taking(job: Any, batches: Any, terms: int) -> Any:
-            line = [at["step"], [s for b in batches for s in b.samples]]
-            if at["step"]:  # else it is the rehearsal
-                with path.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-            return gradients(job, batches, terms)
-
-        run.set_step, build.forward_backward = noted, taking
-
-    return before
 
 
 def samples(path: Path) -> dict[int, Counter[int]]:
@@ -140,7 +104,7 @@ def test_killed_while_answers_are_sampled(home: Path) -> None:
     reference = configuration(home, home / "sampled", **given)
     assert trained(reference) == 0, said(reference)
     answers = (home / "sampled" / "answers.jsonl").read_bytes()
-    for first in random.Random(1).choices(range(STEPS), k=12) if LONG else (4, 9):
+    for first in random.Random(1).choices(range(STEPS), k=12) if LONG else (6,):
         output = home / f"sampled-{first}"
         config = configuration(home, output, **given)
         pid = begun(config, before=held(first + 2, home / "never"))

@@ -22,19 +22,8 @@ from runs import (
     trained_on,
     wait_for,
     weights,
-    write_data,
-    write_model,
 )
 from test_kill import DDP
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    write_model(folder / "model")
-    write_data(folder / "data.jsonl")
-    assert trained(configuration(folder, folder / "reference")) == 0
-    return folder
 
 
 def copy(home: Path, name: str) -> tuple[Path, Path]:

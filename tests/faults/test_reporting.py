@@ -37,22 +37,12 @@ from runs import (
     trained,
     trained_on,
     wait_for,
-    write_data,
-    write_model,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the runs are forked, and import the trackers' own libraries
 CONFIG = parse_config("{model: tiny, objective: sft, data: {random: 1}, output: out}", "run.yaml")
 SERVER = Path(__file__).with_name("mlflow_server.py")
 TRAIN = {"steps": 12, "log_every": 1, "save_every": 3, "eval_every": 4}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    write_model(folder / "model")
-    write_data(folder / "data.jsonl")
-    return folder
 
 
 def tracked(home: Path, name: str, tracker: Any, **changes: Any) -> tuple[Path, Path]:
@@ -118,23 +108,6 @@ def often() -> None:
     trackers.EVERY_S, trackers.LONGEST_S, trackers.PATIENCE_S = 0.05, 0.2, 0.5
 
 
-def test_mlflow_is_told_everything(home: Path, server: Server) -> None:
-    output, config = tracked(home, "told", {"name": "mlflow", "uri": server.uri, "project": "p", "run": "first"})
-    assert trained(config) == 0, said(config)
-    assert server.figures() == figures(output) and len(figures(output)) > 12 * 5
-    (made,) = server.asked("runs/create")
-    assert made["body"]["run_name"] == "first" and server.asked("experiments/create")[0]["body"]["name"] == "p"
-    params = {p["key"]: p["value"] for r in server.asked("runs/log-batch") for p in r["body"].get("params", [])}
-    assert params["optim.lr"] == "0.01" and params["with.packing"] == "{}" and params["train.steps"] == "12"
-    sent = {r["path"].partition("artifacts/1/0f/artifacts/")[2]: r["size"] for r in server.asked("")}
-    assert sent["model/model.safetensors"] == (output / "model" / "model.safetensors").stat().st_size
-    assert {"run.yaml", "model/README.md"} <= set(sent)
-    for path in find_checkpoints(output):
-        assert f"checkpoints/{path.name}/manifest.json" in sent
-    assert server.asked("runs/update")[-1]["body"]["status"] == "FINISHED"
-    assert "lines and" in said(config) and "MLflow" in said(config)
-
-
 @pytest.mark.parametrize("tracker", further(["mlflow", "wandb"], 1))
 def test_a_server_that_is_not_there(home: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit 2 before step 0, in three lines, and nothing is written."""
@@ -159,8 +132,11 @@ def test_on_two_ranks(home: Path, server: Server) -> None:
 
 
 def test_a_server_that_dies_costs_no_training(home: Path, server: Server) -> None:
-    """Said once; the run ends soon after its last step, with exit 0, and says what the tracker has not."""
-    output, config = tracked(home, "dies", {"name": "mlflow", "uri": server.uri})
+    """Said once; the run ends soon after its last step, with exit 0, and says what the tracker has not.
+
+    When the server is there again, the same command tells it all the rest, to the same run.
+    """
+    output, config = tracked(home, "dies", {"name": "mlflow", "uri": server.uri, "project": "p", "run": "first"})
     gone = home / "dies.gone"
 
     def noticed() -> bool:
@@ -179,10 +155,19 @@ def test_a_server_that_dies_costs_no_training(home: Path, server: Server) -> Non
     assert "and everything after them not sent" in said(config)
     had = server.figures()
     assert 0 < len(had) < len(figures(output))
-    server.begin()  # and when it is there again, the same command tells it the rest, to the same run
+    server.begin()
     assert trained(config, "--resume", "auto") == 0, said(config)
-    assert server.figures() == figures(output)
-    assert len(server.asked("runs/create")) == 1
+    assert server.figures() == figures(output) and len(figures(output)) > 12 * 5
+    (made,) = server.asked("runs/create")
+    assert made["body"]["run_name"] == "first" and server.asked("experiments/create")[0]["body"]["name"] == "p"
+    params = {p["key"]: p["value"] for r in server.asked("runs/log-batch") for p in r["body"].get("params", [])}
+    assert params["optim.lr"] == "0.01" and params["with.packing"] == "{}" and params["train.steps"] == "12"
+    sent = {r["path"].partition("artifacts/1/0f/artifacts/")[2]: r["size"] for r in server.asked("")}
+    assert sent["model/model.safetensors"] == (output / "model" / "model.safetensors").stat().st_size
+    manifests = {f"checkpoints/{path.name}/manifest.json" for path in find_checkpoints(output)}
+    assert {"run.yaml", "model/README.md", *manifests} <= set(sent)
+    assert server.asked("runs/update")[-1]["body"]["status"] == "FINISHED"
+    assert "lines and" in said(config) and "MLflow" in said(config)
     told("tracker", 1, f"died after {len(had)} figures of {len(figures(output))}; a resumed run told the rest")
 
 
@@ -202,25 +187,20 @@ def test_a_server_that_comes_back(home: Path, server: Server) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_resumed_it_is_one_run(home: Path, server: Server, number: signal.Signals) -> None:
-    """Killed or stopped: lines that the tracker has are not told again."""
-    output, config = tracked(home, f"again-{number}", {"name": "mlflow", "uri": server.uri})
-    killed = home / f"again-{number}.killed"
-    pid = begun(config, before=together(often, held(7, killed)))
+def test_resumed_it_is_one_run(home: Path, server: Server) -> None:
+    """Lines that the tracker has are not told again."""
+    output, config = tracked(home, "again", {"name": "mlflow", "uri": server.uri})
+    stopped = home / "again.stopped"
+    pid = begun(config, before=together(often, held(7, stopped)))
     wait_until(server.figures, "the server has a figure")
-    os.kill(pid, number)
-    killed.touch()
-    assert ended(pid) == (-9 if number == signal.SIGKILL else 143), said(config)
-    if number == signal.SIGTERM:
-        assert server.asked("runs/update")[-1]["body"]["status"] == "KILLED"
+    os.kill(pid, signal.SIGTERM)
+    stopped.touch()
+    assert ended(pid) == 143, said(config)
+    assert server.asked("runs/update")[-1]["body"]["status"] == "KILLED"
     assert trained(config, "--resume", "auto") == 0, said(config)
     assert len(server.asked("runs/create")) == 1
     assert server.asked("runs/update")[-1]["body"]["status"] == "FINISHED"
-    sent = [(key, at) for key, _, at in server.figures()]
-    if number == signal.SIGKILL:  # the line under way may be sent again: the same values at the same step
-        sent = list(dict.fromkeys(sent))
-    assert sent == [(key, at) for key, _, at in figures(output)]
+    assert [(key, at) for key, _, at in server.figures()] == [(key, at) for key, _, at in figures(output)]
 
 
 class Choosy(trackers.ReportClient):
@@ -392,11 +372,9 @@ def test_a_second_interrupt_leaves_at_once(home: Path) -> None:
 
 
 CANARIES = {
-    "WANDB_API_KEY": "c4n4ryWandb" + "0" * 29,
-    "HF_TOKEN": "hf_c4n4ryHub",
-    "MLFLOW_TRACKING_PASSWORD": "c4n4ryMlflow",
+    "WANDB_API_KEY": "c4n4ryWandb" + "0" * 29, "HF_TOKEN": "hf_c4n4ryHub", "MLFLOW_TRACKING_PASSWORD": "c4n4ryMlflow",
     "AWS_SECRET_ACCESS_KEY": "c4n4ryAws",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tracker", ["wandb", pytest.param("mlflow", marks=pytest.mark.slow)])
