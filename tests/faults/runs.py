@@ -53,15 +53,11 @@ def write_data(path: Path, n: int = 160) -> None:
 def configuration(folder: Path, output: Path, /, **changes: Any) -> Path:
     """A run of 12 steps: packing, shuffling, two micro-batches a step, cosine, a save every 3 steps."""
     tree: dict[str, Any] = {
-        "model": str(folder / "model"),
-        "objective": "pretrain",
-        "data": {"path": str(folder / "data.jsonl")},
+        "model": str(folder / "model"), "objective": "pretrain", "data": {"path": str(folder / "data.jsonl")},
         "batch": {"seq": 64, "tokens": 512, "micro_tokens": 128},
         "optim": {"lr": 1e-2, "schedule": "cosine", "warmup": 2, "weight_decay": 0.1},
-        "train": {"steps": 12, "log_every": 1, "save_every": 3},
-        "output": str(output),
-        "with": {"packing": {}},
-    }
+        "train": {"steps": 12, "log_every": 1, "save_every": 3}, "output": str(output), "with": {"packing": {}},
+    }  # fmt: skip
     file = output.with_suffix(".yaml")
     for key, value in changes.items():
         at = tree
