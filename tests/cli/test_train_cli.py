@@ -120,7 +120,7 @@ def test_pretraining_on_random_tokens_of_a_shape(call, write, here):
 
 def test_two_ranks(start, call, write, here):
     """The same steps on two processes: one line a step, the losses of one process, one folder."""
-    config = write(train={"epochs": None, "steps": 3})
+    config = write(train={"epochs": None, "steps": 2, "export": False})
     found = start("train", config, "--ranks", "2", "--with", "ddp", "--set", "output=both")
     assert found.code == 0, found.err
     assert found.out == "both\n"
