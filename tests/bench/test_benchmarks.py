@@ -1,7 +1,5 @@
 """Ladders and programs behind the published figures, as far as they can be asked without the GPU they are for."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json
@@ -30,37 +28,17 @@ from toy import document
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 CLIMBED = {
-    "adapter-levers": ("llama1b-peers",),
-    "adapters": ("llama1b-peers", "llama8b"),
-    "adapters-rows": ("llama8b",),
-    "as-it-is": ("llama1b-peers", "llama8b"),
-    "choices": ("llama1b-peers",),
-    "doubt-adapters": ("llama8b",),
-    "doubt-full": ("llama1b-peers",),
-    "doubt-graphs": ("llama1b-peers",),
-    "doubt-optimizers": ("llama8b",),
-    "doubt-quantized": ("llama8b",),
-    "doubt-uncompiled": ("llama1b-peers",),
-    "eight": ("llama8b",),
-    "families-full": ("families",),
-    "families-lora": ("families",),
-    "families-qlora": ("families",),
-    "head": ("llama1b-peers",),
-    "least": ("llama1b-peers", "llama8b"),
-    "levers": ("llama1b-peers",),
-    "longest": ("llama8b",),
-    "longest-qlora": ("llama8b",),
-    "peers": ("llama1b-peers",),
-    "peers-best": ("llama1b-peers",),
-    "gpus-peers": ("llama8b",),
-    "peers-bf16": ("llama1b-peers",),
-    "precisions": ("llama1b-peers",),
-    "proof-amp": ("llama1b-peers",),
-    "proofs": ("llama1b-peers", "llama8b"),
-    "qlora": ("llama8b",),
-    "rows": ("llama1b-peers",),
-    "small-card": ("llama3b",),
-}
+    "adapter-levers": ("llama1b-peers",), "adapters": ("llama1b-peers", "llama8b"), "adapters-rows": ("llama8b",),
+    "as-it-is": ("llama1b-peers", "llama8b"), "choices": ("llama1b-peers",), "doubt-adapters": ("llama8b",),
+    "doubt-full": ("llama1b-peers",), "doubt-graphs": ("llama1b-peers",), "doubt-optimizers": ("llama8b",),
+    "doubt-quantized": ("llama8b",), "doubt-uncompiled": ("llama1b-peers",), "eight": ("llama8b",),
+    "families-full": ("families",), "families-lora": ("families",), "families-qlora": ("families",),
+    "head": ("llama1b-peers",), "least": ("llama1b-peers", "llama8b"), "levers": ("llama1b-peers",),
+    "longest": ("llama8b",), "longest-qlora": ("llama8b",), "peers": ("llama1b-peers",),
+    "peers-best": ("llama1b-peers",), "gpus-peers": ("llama8b",), "peers-bf16": ("llama1b-peers",),
+    "precisions": ("llama1b-peers",), "proof-amp": ("llama1b-peers",), "proofs": ("llama1b-peers", "llama8b"),
+    "qlora": ("llama8b",), "rows": ("llama1b-peers",), "small-card": ("llama3b",),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "load"), [(n, load) for n, loads in CLIMBED.items() for load in loads])
@@ -107,8 +85,7 @@ def climbed(load, name):
     ("llama1b-peers", "proofs", "bf16", "rows", "T=8192"),
     ("llama1b-peers", "proofs", "least memory", "least", "activations on the host"),
     ("llama1b-peers", "proof-amp", "mixed precision", "peers-best", "ours, amp"),
-    ("llama8b", "proofs", "bf16", "eight", "four rows"),
-    ("llama8b", "proofs", "float8", "eight", "float8"),
+    ("llama8b", "proofs", "bf16", "eight", "four rows"), ("llama8b", "proofs", "float8", "eight", "float8"),
     ("llama8b", "proofs", "least memory", "least", "activations on the host"),
     ("chat-lengths", "proof-chats", "packed", "chats", "ours, packed"),
 ])  # fmt: skip
@@ -145,16 +122,12 @@ FAST = {"bf16": {}, "fused-loss": {"chunk": 8}}
 
 
 @pytest.mark.parametrize(("before", "after", "found"), [
-    (FAST, {**FAST, "compile": {}}, "compile"),
-    (FAST, {**FAST, "fused-loss": {"chunk": 9}}, "fused-loss"),
+    (FAST, {**FAST, "compile": {}}, "compile"), (FAST, {**FAST, "fused-loss": {"chunk": 9}}, "fused-loss"),
     ({**FAST, "fused-adamw": {}}, {**FAST, "adam8bit": {}}, "adam8bit"),
-    (FAST, {**FAST, "fp8": {}, "fused-loss": {"chunk": 9}}, "fp8"),
-    (FAST, {**FAST, "fp8": {}, "compile": {}}, ""),
+    (FAST, {**FAST, "fp8": {}, "fused-loss": {"chunk": 9}}, "fp8"), (FAST, {**FAST, "fp8": {}, "compile": {}}, ""),
     ({**FAST, "compile": {}, "recompute": {}}, {**FAST, "adam8bit": {}}, ""),
     ({**FAST, "compile": {}}, {**FAST, "fp8": {}, "fused-loss": {"chunk": 9}}, ""),
-    ({**FAST, "compile": {}}, {**FAST, "fused-loss": {"chunk": 9}}, ""),
-    (FAST, {"bf16": {}}, ""),
-    (FAST, FAST, ""),
+    ({**FAST, "compile": {}}, {**FAST, "fused-loss": {"chunk": 9}}, ""), (FAST, {"bf16": {}}, ""), (FAST, FAST, ""),
 ])  # fmt: skip
 def test_a_rung_measures_one_technique(program, before, after, found):
     gains = program("gains")
@@ -508,11 +481,9 @@ def test_what_fails_is_a_line_and_the_rest_is_measured(operators, capsys):
     gauge, broken = Moving(operators), "ValueError: late is broken"
     first_round = [2.0] * (1 + 3 + 10 + 30)  # the first call, the trial, the warming up, the round
     made = [
-        gauge.operator(operators, "never", None),
-        gauge.operator(operators, "late", *first_round, None),
-        gauge.operator(operators, "crashing", 1.0),
-        gauge.operator(operators, "slowing", *first_round, 4.0),
-    ]
+        gauge.operator(operators, "never", None), gauge.operator(operators, "late", *first_round, None),
+        gauge.operator(operators, "crashing", 1.0), gauge.operator(operators, "slowing", *first_round, 4.0),
+    ]  # fmt: skip
     assert operators.run(made, gauge, 0.06, 3, 0.0, {"crashing": "exit status -6: "}) == 1
     lines = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
     assert [(line["operator"], line.get("error")) for line in lines] == [
@@ -522,8 +493,7 @@ def test_what_fails_is_a_line_and_the_rest_is_measured(operators, capsys):
     assert lines[3] == {
         "operator": "slowing", "impl": "fake", "case": None, "shape": {"rows": 1}, "ms": pytest.approx(4.0),
         "spread": pytest.approx(0.5), "tflops": pytest.approx(2.0), "joules": None, "watts": None,
-        "sm_mhz": lines[3]["sm_mhz"], "capped": lines[3]["capped"], "rounds": 3, "seconds": 0.06,
-        "rest": 0.0,
+        "sm_mhz": lines[3]["sm_mhz"], "capped": lines[3]["capped"], "rounds": 3, "seconds": 0.06, "rest": 0.0,
     }  # fmt: skip
 
 

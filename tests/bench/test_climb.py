@@ -1,16 +1,12 @@
 """A climb with scripts for processes: order, going on, and every way in which one can end."""
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +16,13 @@ from optrush.benchmark import runner
 from optrush.benchmark.record import Record, read_records
 from optrush.errors import DataError
 
-from toy import Fakes, Found, ladder, put, records
+from toy import ladder, put, records
 from trials import alive
 
-Call = Callable[..., Found]
 RUNGS = [{"name": "base"}, {"name": "adamw", "with": {"fused-adamw": {}}}, {"name": "both", "with": {"fused-loss": {}}}]
 
 
-def climb(call: Call, *flags: str, rungs: list[dict[str, Any]] = RUNGS, out: str = "out", **changes: Any) -> Found:
+def climb(call, *flags, rungs=RUNGS, out="out", **changes):
     put(Path("ladder.yaml"), ladder(rungs, **changes))
     return call("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", out, *flags)
 
@@ -35,7 +30,7 @@ def climb(call: Call, *flags: str, rungs: list[dict[str, Any]] = RUNGS, out: str
 # --- order
 
 
-def test_repeats_are_interleaved(call: Call, fakes: Fakes) -> None:
+def test_repeats_are_interleaved(call, fakes):
     found = climb(call, "--repeats", "2")
     assert found.code == 0, found.err
     each = ["none", "fused-adamw", "fused-adamw fused-loss", "fused-loss", "fused-adamw"]
@@ -44,7 +39,7 @@ def test_repeats_are_interleaved(call: Call, fakes: Fakes) -> None:
     assert [r.repeats for r in read_records(Path("out"))] == [[1000.5, 1000.5]] * 5
 
 
-def gradient(*sums: float, of: str = "x") -> dict[str, str]:
+def gradient(*sums, of="x"):
     return {"of": of, "sums": base64.b64encode(bytes(np.float32(sums))).decode()}
 
 
@@ -62,9 +57,7 @@ MATHS = [{"name": "base"}, {"name": "narrow", "with": {"bf16": {}}}, *RUNGS[1:]]
     ([FIRST, gradient(4, 3), gradient(3, 4), NARROW], {}),  # by 0.04, so 0.08 is chance
     ([FIRST, gradient(4, 3), gradient(3, 5), gradient(2, 5)], {"both": "narrow"}),
 ], 2))  # fmt: skip
-def test_kernels_of_other_maths_are_held_against_the_first_of_their_own(
-    call: Call, fakes: Fakes, found: list[Any], red: dict[str, str]
-) -> None:
+def test_kernels_of_other_maths_are_held_against_the_first_of_their_own(call, fakes, found, red):
     """bf16 may turn the baseline's gradient; what comes after it may not turn that of bf16 by more."""
     fakes.does(**{name: {"gradient": g} for name, g in zip(NAMES, found, strict=True)})
     climb(call, "--cumulative-only", "--repeats", "2", rungs=MATHS)
@@ -86,9 +79,7 @@ def test_kernels_of_other_maths_are_held_against_the_first_of_their_own(
         2,
     ),
 )
-def test_other_maths_may_turn_a_gradient_anew(
-    call: Call, fakes: Fakes, base: dict[str, str], again: dict[str, str], red: bool
-) -> None:
+def test_other_maths_may_turn_a_gradient_anew(call, fakes, base, again, red):
     """When it is asked again after the timed steps, as far as it lies from the baseline; the same maths may not."""
     turned = {"gradient": gradient(4, 3), "again": again}
     fakes.does(none={"gradient": base, "again": base}, bf16=turned, fused_adamw=turned)
@@ -97,7 +88,7 @@ def test_other_maths_may_turn_a_gradient_anew(
     assert drifted == {"adamw", *(["narrow"] if red else [])}
 
 
-def test_the_same_maths_is_not_the_next_rung(call: Call, fakes: Fakes) -> None:
+def test_the_same_maths_is_not_the_next_rung(call, fakes):
     """What lies between, of the baseline's maths, is no measure; and in float32 little is allowed."""
     fakes.does(
         none={"gradient": FIRST}, fused_loss={"gradient": FIRST}, fused_loss__muon={"gradient": gradient(4, 3)},
@@ -117,7 +108,7 @@ def test_the_same_maths_is_not_the_next_rung(call: Call, fakes: Fakes) -> None:
     assert records(Path("again"))["both"]["red"] == [f"{said}, allowed 1e-06"]
 
 
-def test_a_record_has_every_field(call: Call, fakes: Fakes) -> None:
+def test_a_record_has_every_field(call, fakes):
     fakes.does(fused_adamw={"speed": 1500.0})
     found = climb(call, "--cumulative-only", "--json", "--set", "optim.lr=1e-4")
     told = json.loads(found.out)
@@ -143,7 +134,7 @@ def test_a_record_has_every_field(call: Call, fakes: Fakes) -> None:
     assert Record.from_json(r.to_json()) == r
 
 
-def test_people_see_a_line_a_process_and_the_table(call: Call, fakes: Fakes) -> None:
+def test_people_see_a_line_a_process_and_the_table(call, fakes):
     found = climb(call, "--repeats", "2")
     assert "rung 2/5 adamw, repeat 1/2: 1,000 tok/s, 0.9 GiB  ETA" in found.err
     assert "rung 5/5 without fused-loss, repeat 2/2: " in found.err
@@ -153,19 +144,12 @@ def test_people_see_a_line_a_process_and_the_table(call: Call, fakes: Fakes) -> 
 # --- how a process may end
 
 
-@pytest.mark.parametrize(
-    ("does", "said"),
-    further(
-        [
-            ("kill", "killed by signal 9 (SIGKILL), most likely out of host memory"),
-            ("refuse", "asked: a\nfound: b\ndo:    c"),
-            ("hang", "still running after 2 s"),
-            ("leave", "exit code 1: Something went wrong"),
-        ],
-        2,
-    ),
-)
-def test_a_rung_that_fails_is_a_record_and_the_others_run(call: Call, fakes: Fakes, does: str, said: str) -> None:
+@pytest.mark.parametrize(("does", "said"), further([
+    ("kill", "killed by signal 9 (SIGKILL), most likely out of host memory"),
+    ("refuse", "asked: a\nfound: b\ndo:    c"), ("hang", "still running after 2 s"),
+    ("leave", "exit code 1: Something went wrong"),
+], 2))  # fmt: skip
+def test_a_rung_that_fails_is_a_record_and_the_others_run(call, fakes, does, said):
     fakes.does(fused_adamw={"do": does})
     found = climb(call, "--cumulative-only", "--repeats", "2", "--limit", "2" if does == "hang" else "60")
     assert found.code == 1
@@ -180,7 +164,7 @@ def test_a_rung_that_fails_is_a_record_and_the_others_run(call: Call, fakes: Fak
         assert len(fakes.pids) == 2 and all(gone(pid) for pid in fakes.pids), "with all that it started"
 
 
-def gone(pid: int) -> bool:
+def gone(pid):
     for _ in range(50):
         if not alive(pid):
             return True
@@ -188,7 +172,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_when_the_baseline_fails_the_next_takes_its_place(call: Call, fakes: Fakes) -> None:
+def test_when_the_baseline_fails_the_next_takes_its_place(call, fakes):
     fakes.does(none={"do": "kill"})
     assert climb(call, "--cumulative-only").code == 1
     told = records(Path("out"))
@@ -196,14 +180,14 @@ def test_when_the_baseline_fails_the_next_takes_its_place(call: Call, fakes: Fak
     assert told["adamw"]["proof"] is None and told["both"]["proof"]["against"] == "adamw"
 
 
-def test_a_rung_that_this_machine_cannot_run(call: Call, fakes: Fakes) -> None:
+def test_a_rung_that_this_machine_cannot_run(call, fakes):
     rungs = [*RUNGS, {"name": "gpu", "with": {"attention": {"impl": "varlen"}}, "from": "base"}]
     found = climb(call, "--cumulative-only", rungs=rungs)
     assert found.code == 1 and len(fakes.started) == 3
     assert "asked: `attention:impl=varlen` needs a CUDA device" in records(Path("out"))["gpu"]["error"]
 
 
-def test_a_technique_that_cannot_be_taken_away(call: Call, fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_technique_that_cannot_be_taken_away(call, fakes, monkeypatch):
     from optrush.technique import Part
     from optrush.techniques.fused_loss import FusedLoss
 
@@ -214,7 +198,7 @@ def test_a_technique_that_cannot_be_taken_away(call: Call, fakes: Fakes, monkeyp
     assert list(records(Path("out"))) == ["base", "adamw", "both", "without fused-loss"]
 
 
-def test_a_wrong_rung_is_red(call: Call, fakes: Fakes) -> None:
+def test_a_wrong_rung_is_red(call, fakes):
     fakes.does(fused_adamw={"losses": [2.0, 1.501], "speed": 9000.0})
     assert climb(call, "--cumulative-only").code == 0
     told = records(Path("out"))["adamw"]
@@ -225,8 +209,8 @@ def test_a_wrong_rung_is_red(call: Call, fakes: Fakes) -> None:
 # --- what is there before anything is measured
 
 
-def test_a_dry_run_lists_the_rungs(call: Call, fakes: Fakes) -> None:
-    def dry(*flags: str) -> Found:
+def test_a_dry_run_lists_the_rungs(call, fakes):
+    def dry(*flags):
         return call("bench", "run.yaml", "--ladder", "ladder.yaml", "--dry-run", *flags)
 
     lacking = {"name": "varlen", "with": {"attention": {"impl": "varlen"}}}
@@ -251,7 +235,7 @@ def test_a_dry_run_lists_the_rungs(call: Call, fakes: Fakes) -> None:
 # --- what is refused before anything is written
 
 
-def test_refusals(call: Call, fakes: Fakes) -> None:
+def test_refusals(call, fakes):
     for rungs, said in (
         ([{"name": "a", "with": {"attention": {"impl": "varlen"}}}], "needs a CUDA device"),
         ([{"name": "a", "set": {"batch.tokens": 100}}], "not divisible"),
@@ -268,7 +252,7 @@ def test_refusals(call: Call, fakes: Fakes) -> None:
     assert found.code == 2 and "the folder is not empty" in found.err
 
 
-def test_a_launcher(call: Call, fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher(call, fakes, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(os, "_exit", lambda code: None)
@@ -278,7 +262,7 @@ def test_a_launcher(call: Call, fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -
 # --- going on
 
 
-def test_resume_asks_for_what_is_missing(call: Call, fakes: Fakes) -> None:
+def test_resume_asks_for_what_is_missing(call, fakes):
     fakes.does(fused_adamw={"do": "leave"})
     climb(call, "--repeats", "2", "--cumulative-only")
     before = records(Path("out"))
@@ -294,14 +278,14 @@ def test_resume_asks_for_what_is_missing(call: Call, fakes: Fakes) -> None:
     assert [len(r["repeats"]) for r in after.values()] == [2, 0, 2]
 
 
-def test_more_repeats_and_rungs_can_be_added(call: Call, fakes: Fakes) -> None:
+def test_more_repeats_and_rungs_can_be_added(call, fakes):
     climb(call, "--cumulative-only")
     assert len(fakes.started) == 3
     assert climb(call, "--repeats", "2", "--resume").code == 0
     assert len(fakes.started) == 3 + 2 * 2
 
 
-def test_resume_refuses_another_climb(call: Call, fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_refuses_another_climb(call, fakes, monkeypatch):
     climb(call, "--cumulative-only")
     for flags, changes, said in (
         (["--set", "optim.lr=1e-4"], {}, "`base` had another configuration"),
@@ -319,14 +303,14 @@ def test_resume_refuses_another_climb(call: Call, fakes: Fakes, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("text", further(['{"half', "[]", "{}", "\ufffe"], 1))
-def test_a_damaged_result_is_named(call: Call, fakes: Fakes, text: str) -> None:
+def test_a_damaged_result_is_named(call, fakes, text):
     climb(call, "--cumulative-only")
     Path("out/rungs/02-adamw-1.json").write_text(text)
     found = climb(call, "--cumulative-only", "--resume")
     assert found.code == 2 and "rungs/02-adamw-1.json is damaged" in found.err, found.err
 
 
-def test_two_climbs_in_one_folder(call: Call, fakes: Fakes) -> None:
+def test_two_climbs_in_one_folder(call, fakes):
     climb(call, "--cumulative-only")
     with Path("out/.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -334,7 +318,7 @@ def test_two_climbs_in_one_folder(call: Call, fakes: Fakes) -> None:
     assert found.code == 2 and "another bench or tune is using it" in found.err
 
 
-def test_a_baseline_that_is_refused_ends_the_climb(call: Call, fakes: Fakes) -> None:
+def test_a_baseline_that_is_refused_ends_the_climb(call, fakes):
     """What only a process finds out, in the data for example: as if it had been seen beforehand."""
     fakes.does(none={"do": "refuse"})
     found = climb(call, "--cumulative-only")
@@ -343,7 +327,7 @@ def test_a_baseline_that_is_refused_ends_the_climb(call: Call, fakes: Fakes) -> 
 
 
 @pytest.mark.parametrize(("number", "code"), further([(signal.SIGTERM, 143), (signal.SIGINT, 143)], 1))
-def test_a_stopped_climb_keeps_what_it_has(call: Call, fakes: Fakes, number: int, code: int) -> None:
+def test_a_stopped_climb_keeps_what_it_has(call, fakes, number, code):
     fakes.does(**{"fused_adamw__fused_loss": {"do": "hang"}})
     stop_when_it_hangs(fakes, number)
     found = climb(call, "--cumulative-only")
@@ -355,11 +339,11 @@ def test_a_stopped_climb_keeps_what_it_has(call: Call, fakes: Fakes, number: int
     assert fakes.started[-1] == "fused-adamw fused-loss" and len(read_records(Path("out"))) == 3
 
 
-def stop_when_it_hangs(fakes: Fakes, number: int) -> None:
+def stop_when_it_hangs(fakes, number):
     """Sends this process a signal, as a terminal or a scheduler does, once a worker has begun to hang, and said so."""
     pids = Path(f"{fakes.log}.pids")
 
-    def send(*_: object) -> None:
+    def send(*_):
         if pids.exists() and pids.stat().st_size:
             signal.setitimer(signal.ITIMER_REAL, 0)
             os.kill(os.getpid(), number)
@@ -371,7 +355,7 @@ def stop_when_it_hangs(fakes: Fakes, number: int) -> None:
 # --- records
 
 
-def test_reading_what_is_no_record(tmp_path: Path) -> None:
+def test_reading_what_is_no_record(tmp_path):
     with pytest.raises(DataError, match="optrush bench"):
         read_records(tmp_path)
     (tmp_path / "records.jsonl").write_text('{"rung": "a"}\n')
@@ -379,7 +363,7 @@ def test_reading_what_is_no_record(tmp_path: Path) -> None:
         read_records(tmp_path)
 
 
-def test_the_last_words_of_a_process() -> None:
+def test_the_last_words_of_a_process():
     assert runner.cause_of_death(-11, "") == "killed by signal 11 (SIGSEGV)"
     assert "most likely out of host memory" in runner.cause_of_death(-9, "")
     assert runner.cause_of_death(3, "one\n\ntwo\n") == "it ended without a result, exit code 3: one | two"

@@ -18,7 +18,6 @@ from optrush import config
 from optrush.benchmark import record, runner, worker
 from optrush.benchmark.worker import ProfiledSpan as Span
 from optrush.benchmark.worker import RegionMarks
-from optrush.config import Config
 from optrush.decide import decide
 from optrush.errors import RunError
 from optrush.planner import cost
@@ -27,62 +26,55 @@ from optrush.planner.ledger import WorkItem
 from optrush.report.bench import GAPS
 from optrush.trainer.build import build
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import RunPlan, Trainer
+from optrush.trainer.trainer import RunPlan
 
 from toy import document
 
 KERNELS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-kernels.jsonl"
 
 
-def run(**changes: Any) -> Config:
+def run(**changes):
     return config.parse_config(
         yaml.safe_dump(document(**{"train": {"steps": 4, "log_every": 1}, **changes})), "run.yaml"
     )
 
 
-def in_milliseconds(found: dict[str, float]) -> dict[str, float]:
+def in_milliseconds(found):
     return {part: round(1e3 * s, 6) for part, s in found.items() if s}
 
 
-def test_a_moment_belongs_to_the_innermost() -> None:
+def test_a_moment_belongs_to_the_innermost():
     spans = [
-        Span(0, 9000, "aten::linear"),
-        Span(1000, 4000, "aten::mul"),
-        Span(2000, 3000, "aten::_softmax"),
+        Span(0, 9000, "aten::linear"), Span(1000, 4000, "aten::mul"), Span(2000, 3000, "aten::_softmax"),
         Span(5000, 7000, "aten::_scaled_dot_product_flash_attention_for_cpu"),
-    ]
+    ]  # fmt: skip
     assert in_milliseconds(worker.part_seconds(spans)) == {"products": 4.0, "elementwise": 3.0, "attention": 2.0}
 
 
-def test_copies_yield_to_what_computes_beside_them() -> None:
+def test_copies_yield_to_what_computes_beside_them():
     """The second copy begins after the product did, and has only the time in which that has ended."""
     spans = [
-        Span(0, 6000, "Memcpy DtoH (Device -> Pinned)"),
-        Span(1000, 4000, "nvjet_sm90_tst_256x128"),
-        Span(7000, 9000, "nvjet_sm90_tst_256x128"),
-        Span(8000, 10000, "Memcpy HtoD (Pinned -> Device)"),
-    ]
+        Span(0, 6000, "Memcpy DtoH (Device -> Pinned)"), Span(1000, 4000, "nvjet_sm90_tst_256x128"),
+        Span(7000, 9000, "nvjet_sm90_tst_256x128"), Span(8000, 10000, "Memcpy HtoD (Pinned -> Device)"),
+    ]  # fmt: skip
     assert in_milliseconds(worker.part_seconds(spans)) == {"products": 5.0, "elementwise": 4.0, "gaps": 1.0}
 
 
-def test_marks_tell_head_and_update() -> None:
+def test_marks_tell_head_and_update():
     marks = {
         (region, change): f"void at::native::{name}_kernel_cuda(x)" for name, (region, change) in worker.MARKS.items()
     }
     spans = [
-        Span(0, 1, "nvjet_a"),
-        Span(1, 1.5, marks["head", 1]), Span(2, 4, "nvjet_b"), Span(4, 4.5, marks["head", -1]),
-        Span(5, 6, "nvjet_c"),
-        Span(6, 6.5, marks["optimizer", 1]), Span(7, 8, "multi_tensor"),
+        Span(0, 1, "nvjet_a"), Span(1, 1.5, marks["head", 1]), Span(2, 4, "nvjet_b"), Span(4, 4.5, marks["head", -1]),
+        Span(5, 6, "nvjet_c"), Span(6, 6.5, marks["optimizer", 1]), Span(7, 8, "multi_tensor"),
         Span(8, 8.1, marks["optimizer", 1]), Span(9, 10, "_update"), Span(10, 10.1, marks["optimizer", -1]),
-        Span(11, 12, "multi_tensor"), Span(12, 12.5, marks["optimizer", -1]),
-        Span(13, 14, "multi_tensor"),
+        Span(11, 12, "multi_tensor"), Span(12, 12.5, marks["optimizer", -1]), Span(13, 14, "multi_tensor"),
     ]  # fmt: skip
     found = {part: round(1e6 * s, 6) for part, s in worker.part_seconds(spans).items()}
     assert found == {"products": 2, "head": 2, "optimizer": 3, "elementwise": 1, "attention": 0, "gaps": 6}
 
 
-def test_an_update_in_the_heads_backward_pass_is_the_optimizers() -> None:
+def test_an_update_in_the_heads_backward_pass_is_the_optimizers():
     """A head with a weight of its own is stepped there by `update-in-backward`."""
     names = {place: f"aten::{name}_" for name, place in worker.MARKS.items()}
     spans = [
@@ -94,19 +86,17 @@ def test_an_update_in_the_heads_backward_pass_is_the_optimizers() -> None:
     assert found == {"head": 2, "optimizer": 2, "products": 1, "gaps": 4}
 
 
-def test_the_inner_of_two_that_begin_at_once() -> None:
+def test_the_inner_of_two_that_begin_at_once():
     spans = [Span(0, 9000, "aten::linear"), Span(0, 8999, "aten::_softmax")]
     assert in_milliseconds(worker.part_seconds(spans)) == {"elementwise": 8.999, "products": 0.001}
 
 
-def test_steps_are_counted_from_the_end_of_the_first() -> None:
+def test_steps_are_counted_from_the_end_of_the_first():
     """From end to end; a copy on another stream that passes an end counts as far as it lies within."""
     step, copy = "void at::native::asin_kernel_cuda(x)", "Memcpy DtoH (Device -> Pinned)"
     spans = [
-        Span(0, 1, "nvjet"), Span(17, 18, "nvjet"), Span(19, 23, copy), Span(20, 21, step),
-        Span(22, 25, "nvjet"), Span(26, 27, step),
-        Span(28, 31, "flash"), Span(32, 60, copy), Span(33, 34, step),
-        Span(36, 40, "nvjet"),
+        Span(0, 1, "nvjet"), Span(17, 18, "nvjet"), Span(19, 23, copy), Span(20, 21, step), Span(22, 25, "nvjet"),
+        Span(26, 27, step), Span(28, 31, "flash"), Span(32, 60, copy), Span(33, 34, step), Span(36, 40, "nvjet"),
     ]  # fmt: skip
     held, steps = worker.steady(spans)
     assert steps == 2 and held[0].start == 21 and max(s.end for s in held) == 34
@@ -116,7 +106,7 @@ def test_steps_are_counted_from_the_end_of_the_first() -> None:
     assert worker.steady([]) == ([], 0) and not any(worker.part_seconds([]).values())
 
 
-def test_the_kernels_of_an_h200_are_known_by_their_names() -> None:
+def test_the_kernels_of_an_h200_are_known_by_their_names():
     """All that a record of whole steps lists: products are of cuBLAS and QuACK, attention is of flash-attn-4."""
     names = {name for line in KERNELS.read_text().splitlines() for name, *_ in json.loads(line)["kernels"]}
     for name in names:
@@ -129,10 +119,9 @@ def test_the_kernels_of_an_h200_are_known_by_their_names() -> None:
 @pytest.mark.parametrize(("name", "part"), [
     ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_tn_align8>", "products"),
     ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<x",
-     "products"),
-    ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32", "products"),
-    ("triton_tem_fused_mm_3", "products"), ("triton_mm_plus_mm", "products"),
-    ("triton_poi_fused__scaled_dot_product_flash_attention_mm_2", "elementwise"),
+        "products"),
+    ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32", "products"), ("triton_tem_fused_mm_3", "products"),
+    ("triton_mm_plus_mm", "products"), ("triton_poi_fused__scaled_dot_product_flash_attention_mm_2", "elementwise"),
     ("triton_red_fused_addmm_0", "elementwise"),
     ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3", "attention"),
     ("void pytorch_flash::flash_fwd_kernel<x>", "attention"), ("fmha_cutlassF_bf16_aligned_64x128", "attention"),
@@ -141,14 +130,14 @@ def test_the_kernels_of_an_h200_are_known_by_their_names() -> None:
     ("aten::mul", "elementwise"), ("aten::_softmax", "elementwise"), ("_update", "elementwise"),
     ("kernel_cutlass_kernel_quackrmsnormRMSNorm_object_at__tensor", "elementwise"),
 ])  # fmt: skip
-def test_names(name: str, part: str) -> None:
+def test_names(name, part):
     assert worker.part_of(name) == part
 
 
 # --- a job
 
 
-def job_of(of: Config) -> tuple[Trainer, RunPlan]:
+def job_of(of):
     trainer = build(decide(of))
     plan = RunPlan(trainer, trainer.stream.plan(None, of.train.steps or 1))
     trainer.batches = batches(trainer, plan)
@@ -162,7 +151,7 @@ WITH = [{}, {"packing": {}, "fused-loss": {}}, {"compile": {}}, {"update-in-back
 @pytest.mark.parametrize(
     "with_", further(WITH[1:2] + WITH[3:] + WITH[:1] + WITH[2:3], 1), ids=lambda w: ", ".join(w) or "baseline"
 )
-def test_marks_change_nothing(with_: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_change_nothing(with_, monkeypatch):
     """Bit by bit the same weights; and each mark that begins a region is followed by the one that ends it."""
     real = torch.compile  # the same graphs, without the code, which takes most of the time
     monkeypatch.setattr(torch, "compile", lambda f, options=None, **more: real(f, backend="aot_eager", **more))
@@ -191,7 +180,7 @@ def test_marks_change_nothing(with_: dict[str, Any], monkeypatch: pytest.MonkeyP
     assert sum(found.values()) == pytest.approx(wall, rel=1e-6), "every moment once"
 
 
-def test_no_marks_unless_watched() -> None:
+def test_no_marks_unless_watched():
     trainer, plan = job_of(run())
     marks = RegionMarks(trainer)
     marks.place.fill_(0.5)
@@ -199,7 +188,7 @@ def test_no_marks_unless_watched() -> None:
     assert marks.place.item() == 0.5
 
 
-def test_the_head_alone_is_the_heads() -> None:
+def test_the_head_alone_is_the_heads():
     """Its forward pass and its backward pass."""
     trainer, _ = job_of(run())
     marks = RegionMarks(trainer)
@@ -211,7 +200,7 @@ def test_the_head_alone_is_the_heads() -> None:
     assert ("head", "aten::mm") in told and ("products", "aten::mm") not in told
 
 
-def _unmarked(spans: list[Span]) -> list[Span]:
+def _unmarked(spans):
     return [s for s in spans if not worker.MARK.search(s.name)]
 
 
@@ -225,9 +214,7 @@ def _unmarked(spans: list[Span]) -> list[Span]:
     (MemoryError(), "out of memory: MemoryError"), (KeyError("x"), "KeyError: 'x'"),
     (None, "the profiler saw 0 whole steps of 3"),
 ])  # fmt: skip
-def test_a_profiler_that_fails_costs_no_figure(
-    monkeypatch: pytest.MonkeyPatch, fails: Exception | None, note: str
-) -> None:
+def test_a_profiler_that_fails_costs_no_figure(monkeypatch, fails, note):
     class Broken:
         def __init__(self, **_: Any) -> None:
             if fails is not None:
@@ -251,12 +238,11 @@ def test_a_profiler_that_fails_costs_no_figure(
 
 
 @pytest.mark.parametrize(("end", "note"), [
-    ("import time; time.sleep(600)", "still running after 60 s, and stopped (limit_s); raise --limit SECONDS, "
-     "or --budget of tune"),
-    ("import os; os.kill(os.getpid(), 11)", "killed by signal 11 (SIGSEGV)"),
-    ("sys.exit(0)", "x"),
+    ("import time; time.sleep(600)",
+        "still running after 60 s, and stopped (limit_s); raise --limit SECONDS, " "or --budget of tune"),
+    ("import os; os.kill(os.getpid(), 11)", "killed by signal 11 (SIGSEGV)"), ("sys.exit(0)", "x"),
 ])  # fmt: skip
-def test_an_answer_counts_though_its_process_was_stopped(monkeypatch: pytest.MonkeyPatch, end: str, note: str) -> None:
+def test_an_answer_counts_though_its_process_was_stopped(monkeypatch, end, note):
     """It hangs, or dies, under the profiler: figures were there before."""
     answer = json.dumps({"tokens_per_s": [1.0], "parts_note": "x"})
     monkeypatch.setattr(
@@ -264,7 +250,7 @@ def test_an_answer_counts_though_its_process_was_stopped(monkeypatch: pytest.Mon
     )
     waited = runner._exit_codes
 
-    def once_answered(processes: Any, limit_s: float) -> list[int | None]:
+    def once_answered(processes, limit_s):
         answered = Path(processes[0].args[-1])
         while processes[0].poll() is None and not (answered.exists() and answered.stat().st_size):
             time.sleep(0.01)
@@ -276,14 +262,14 @@ def test_an_answer_counts_though_its_process_was_stopped(monkeypatch: pytest.Mon
     assert found == {"tokens_per_s": [1.0], "parts_note": note}
 
 
-def test_a_process_writes_its_figures_before_it_is_profiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_writes_its_figures_before_it_is_profiled(monkeypatch, tmp_path):
     asked, answered = tmp_path / "request.json", tmp_path / "result.json"
     base = config.dump_config(run())
     request = {"run": base, "baseline": base, "warmup": 1, "proof": {"steps": 0, "documents": 0}}
     asked.write_text(json.dumps({**request, "parent": os.getpid()}))
     there: list[dict[str, Any]] = []
 
-    def profiled(*_: object) -> dict[str, Any]:
+    def profiled(*_):
         there.append(json.loads(answered.read_text()))
         return {"parts_s": {"products": 1.0}}
 
@@ -298,7 +284,7 @@ def test_a_process_writes_its_figures_before_it_is_profiled(monkeypatch: pytest.
     assert found.pop("seconds") >= there[0].pop("seconds") and there == [found]
 
 
-def test_the_head_of_a_pass_for_reference_is_the_heads_work() -> None:
+def test_the_head_of_a_pass_for_reference_is_the_heads_work():
     works = (
         WorkItem("head.products", "", "token", 1.0, of=("loss",)),
         WorkItem("reference.head", "", "token", 1.0, of=("loss",)),

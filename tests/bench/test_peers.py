@@ -1,7 +1,5 @@
 """Other systems on a ladder: what they are given, what is asked of them, and the ratios; and the longest row."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -9,7 +7,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +26,9 @@ from optrush.report import bench as summaries
 import optrush_peers
 from optrush_peers import weights, worker
 from optrush_peers.work import Work
-from toy import Fakes, Found, V, ladder, put, records
+from toy import V, ladder, put, records
 from toy import parsed as run
 
-Call = Callable[..., Found]
 ROOT = Path(__file__).parents[2]
 TRAINED = {"trained parameters": "7", "weights": "float32", "optimizer states": "float32"}
 
@@ -40,14 +36,14 @@ TRAINED = {"trained parameters": "7", "weights": "float32", "optimizer states": 
 KNOWN = {system.name: system for system in optrush_peers.PEERS}
 
 
-def build(name: str, options: dict[str, Any]) -> Any:
+def build(name, options):
     return build_peer(name, options, KNOWN)
 
 
 # --- how they are found
 
 
-def test_options_are_checked() -> None:
+def test_options_are_checked():
     trainer = build("trainer", {"checkpointing": True, "weights": "bfloat16"})
     assert trainer.title == "Hugging Face Trainer + Liger + checkpointing, bfloat16 weights"
     assert trainer.required == ("transformers", "accelerate", "liger-kernel")
@@ -60,22 +56,17 @@ def test_options_are_checked() -> None:
     assert build("torchtitan", {}).title == "torchtitan + compile, float32 weights"
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("trainer", {"liger": "yes"}, "`trainer: liger`\nfound: 'yes'"),
-        ("torchtitan", {"adapter": "lora"}, "`torchtitan: adapter`\nfound: no such option"),
-    ],
-)
-def test_wrong_options(name: str, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("trainer", {"liger": "yes"}, "`trainer: liger`\nfound: 'yes'"),
+    ("torchtitan", {"adapter": "lora"}, "`torchtitan: adapter`\nfound: no such option"),
+])  # fmt: skip
+def test_wrong_options(name, options, message):
     with pytest.raises(ConfigError) as caught:
         build(name, options)
     assert message in str(caught.value)
 
 
-def test_a_provider_that_is_not_there(
-    call: Call, fakes: Fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_provider_that_is_not_there(call, fakes, monkeypatch, tmp_path):
     """Neither installed, nor next to the ladder, nor in a checkout."""
     monkeypatch.setattr(peer, "CHECKOUT", tmp_path / "no-checkout")
     monkeypatch.setattr(peer, "entry_points", lambda group: [])
@@ -87,7 +78,7 @@ def test_a_provider_that_is_not_there(
     assert str(tmp_path / "no-checkout" / "peers") in where and "python -m pip install ./benchmarks/peers" in do
 
 
-def test_an_installed_provider_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_provider_comes_first(monkeypatch):
     unsloth = KNOWN["unsloth"]
     monkeypatch.setattr(peer, "entry_points", lambda group: [SimpleNamespace(load=lambda: (unsloth,))])
     assert peer.find_peers(ROOT / "benchmarks") == {"unsloth": unsloth}
@@ -95,18 +86,15 @@ def test_an_installed_provider_comes_first(monkeypatch: pytest.MonkeyPatch) -> N
     assert peer.find_peers(Path()) == KNOWN, "of the checkout"
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "said"),
-    [
-        ("unsloth", {}, "the system `unsloth`\nfound: unsloth is not installed\ndo:    python -m pip install unsloth"),
-        ("trainer", {"batch": {"seq": 64, "tokens": 256, "micro_tokens": 128}}, "one micro-batch a step"),
-        ("trainer", {"batch": {"seq": 64, "tokens": 128, "micro_tokens": "auto"}}, "one micro-batch a step"),
-        ("trainer", {"data": {"path": "x.jsonl", "stream": True}}, "the system `trainer` on `data.stream`"),
-        ("unsloth:installed", {}, "needs a CUDA device\nfound: a CPU only"),
-        ("torchtitan:installed", {}, "needs a CUDA device\nfound: a CPU only"),
-    ],
-)
-def test_needs(name: str, changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "changes", "said"), [
+    ("unsloth", {}, "the system `unsloth`\nfound: unsloth is not installed\ndo:    python -m pip install unsloth"),
+    ("trainer", {"batch": {"seq": 64, "tokens": 256, "micro_tokens": 128}}, "one micro-batch a step"),
+    ("trainer", {"batch": {"seq": 64, "tokens": 128, "micro_tokens": "auto"}}, "one micro-batch a step"),
+    ("trainer", {"data": {"path": "x.jsonl", "stream": True}}, "the system `trainer` on `data.stream`"),
+    ("unsloth:installed", {}, "needs a CUDA device\nfound: a CPU only"),
+    ("torchtitan:installed", {}, "needs a CUDA device\nfound: a CPU only"),
+])  # fmt: skip
+def test_needs(name, changes, said, monkeypatch):
     name, _, installed = name.partition(":")
     if installed or name == "trainer":
         monkeypatch.setattr("optrush_peers.work.library", lambda name: "1.0")
@@ -115,7 +103,7 @@ def test_needs(name: str, changes: dict[str, Any], said: str, monkeypatch: pytes
     assert said in str(caught.value)
 
 
-def test_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needs_of_a_gpu(monkeypatch):
     monkeypatch.setattr("optrush_peers.work.library", lambda name: "1.0")
     device, _ = hardware.parse_hardware("h200")
     build("unsloth", {}).check(run(), device)
@@ -135,7 +123,7 @@ def test_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what they are given
 
 
-def test_rows_are_ours() -> None:
+def test_rows_are_ours():
     """Random tokens: the very batches that our own loop takes, labels not shifted."""
     from optrush.decide import decide
     from optrush.trainer.build import build
@@ -152,7 +140,7 @@ def test_rows_are_ours() -> None:
         assert (theirs.n_tokens, theirs.n_targets, theirs.attended) == (128, 126, 2 * 64**2)
 
 
-def test_rows_of_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> None:
+def test_rows_of_several_lengths_are_padded_to_the_longest(tmp_path):
     weights.name_tokens(V, tmp_path / "tokenizer")
     texts = [" ".join(f"t{w}" for w in range(9, 9 + n)) for n in (3, 20, 7, 11)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
@@ -169,7 +157,7 @@ def test_rows_of_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> No
     assert sorted(int(n) for b in (first, second) for n in b.mask.sum(1)) == [4, 8, 12, 21]  # each with its end
 
 
-def test_texts_with_the_lengths_of_chats(tmp_path: Path) -> None:
+def test_texts_with_the_lengths_of_chats(tmp_path):
     program = runpy.run_path(str(ROOT / "benchmarks" / "chat_lengths.py"))
     lengths = program["lengths"]()
     assert 380 < np.median(lengths) < 420 and lengths.max() == 4096 and lengths.min() > 2
@@ -182,7 +170,7 @@ def test_texts_with_the_lengths_of_chats(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_they_begin_from_our_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_begin_from_our_weights(tmp_path, monkeypatch):
     """Written once, in a process of its own, and read back by transformers to what our own run begins with."""
     from transformers import AutoModelForCausalLM
 
@@ -253,7 +241,7 @@ class Fake(System):
 
 
 @pytest.mark.slow
-def test_a_system_is_one_file_and_one_line() -> None:
+def test_a_system_is_one_file_and_one_line():
     """Trained, recorded, compared with ours, and shown; what is not the same work is red, and failures are records."""
     package = Path("peers/optrush_peers")  # next to the ladder
     shutil.copytree(ROOT / "benchmarks" / package, package)
@@ -290,23 +278,20 @@ def test_a_system_is_one_file_and_one_line() -> None:
     assert "Against other systems" in page and "Ours against the fastest other system: toy-full-64: ×" in page
 
 
-def test_ratios() -> None:
-    def record(rung: str, speed: float, peak: int, **more: Any) -> dict[str, Any]:
+def test_ratios():
+    def record(rung, speed, peak, **more):
         return {
             "case": "c", "device": "d", "mode": "cumulative", "rung": rung, "tokens_per_s": speed, "peak_bytes": peak,
             "targets_per_s": speed / 2, **more,
         }  # fmt: skip
 
-    shown, _ = summaries.read_rungs(
-        [
-            record("ours", 120.0, 10),
-            record("slow", 60.0, 40, peer="p", since="ours"),
-            record("quick", 100.0, 20, peer="p", since="ours"),
-            record("wrong", 200.0, 20, peer="p", since="ours", red=["not the same work"]),
-            record("broken", 200.0, 20, peer="p", since="ours", error="no"),
-            record("else", 30.0, 20, case="e", since="ours"),
-        ]
-    )
+    shown, _ = summaries.read_rungs([
+        record("ours", 120.0, 10), record("slow", 60.0, 40, peer="p", since="ours"),
+        record("quick", 100.0, 20, peer="p", since="ours"),
+        record("wrong", 200.0, 20, peer="p", since="ours", red=["not the same work"]),
+        record("broken", 200.0, 20, peer="p", since="ours", error="no"),
+        record("else", 30.0, 20, case="e", since="ours"),
+    ])  # fmt: skip
     pairs = summaries.versus(shown)
     assert [(p.theirs.name, p.faster, p.learns_faster, p.smaller) for p in pairs[:2]] == [
         ("slow", 2.0, 2.0, 4.0), ("quick", 1.2, 1.2, 2.0),
@@ -317,7 +302,7 @@ def test_ratios() -> None:
     assert summaries.versus_summary([]) == ""
 
 
-def test_facts() -> None:
+def test_facts():
     weights = [torch.zeros(3, 2, dtype=torch.bfloat16), torch.zeros(1)]
     assert training_facts(7, weights, [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(()), 4]) == {
         "trained parameters": "7", "weights": "bfloat16, float32", "optimizer states": "bfloat16",
@@ -329,7 +314,7 @@ def test_facts() -> None:
         assert found.get("not compared") == ("10 float32 weights" if alone else None)
 
 
-def test_unlike() -> None:
+def test_unlike():
     ours = {"seen": TRAINED, "fill": 1, "losses": [11.0]}
     assert list(results.unlike({**ours, "losses": [11.01]}, ours, True)) == []
     assert "its first loss is 11.1, ours 11" in next(results.unlike({**ours, "losses": [11.1]}, ours, True))
@@ -342,7 +327,7 @@ def test_unlike() -> None:
     assert found == ["not the same work: optimizer states uint8, ours float32"]
 
 
-def test_what_a_system_tells(tmp_path: Path) -> None:
+def test_what_a_system_tells(tmp_path):
     hf = json.loads(Path("toy/config.json").read_text())
     batches = list(worker.rows(run(), hf, Path("toy"), 3))
     work = Work(run(), hf, tmp_path, tmp_path, batches, "cpu")
@@ -368,7 +353,7 @@ def test_what_a_system_tells(tmp_path: Path) -> None:
 # --- the real Trainer, where what it needs is here
 
 
-def test_flops_of_adapters() -> None:
+def test_flops_of_adapters():
     """4 a frozen weight, 6 one that is trained, and attention as it was."""
     shape = worker.ModelShape.read(json.loads(Path("toy/config.json").read_text()))
     batch = next(iter(worker.rows(run(), json.loads(Path("toy/config.json").read_text()), Path("toy"), 1)))
@@ -393,18 +378,16 @@ for sys.argv[1:] in (["request-0.json", "result-0.json"], ["request-1.json", "re
 
 
 @pytest.fixture(scope="module")
-def by_the_trainer(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, dict[str, Any]]:
+def by_the_trainer(toy, tmp_path_factory):
     """What the Trainer tells, by adapter."""
     pytest.importorskip("accelerate")
     folder = tmp_path_factory.mktemp("trainer")
     (folder / "toy").symlink_to(toy)
     for n, adapter in enumerate(ADAPTERS):
         request = {
-            "run": config.dump_config(run(batch={"seq": 64, "tokens": 128, "micro_tokens": 128})),
-            "warmup": 1,
-            "peer": {"trainer": {"liger": False, "weights": "float32", "adapter": adapter}},
-            "parent": os.getpid(),
-        }
+            "run": config.dump_config(run(batch={"seq": 64, "tokens": 128, "micro_tokens": 128})), "warmup": 1,
+            "peer": {"trainer": {"liger": False, "weights": "float32", "adapter": adapter}}, "parent": os.getpid(),
+        }  # fmt: skip
         (folder / f"request-{n}.json").write_text(json.dumps(request))
     command, environment = [sys.executable, "-c", ANSWERS], {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{ROOT / 'benchmarks' / 'peers'}"
@@ -415,7 +398,7 @@ def by_the_trainer(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_the_trainer_trains_as_we_do(adapter: str | None, by_the_trainer: dict[str | None, dict[str, Any]]) -> None:
+def test_the_trainer_trains_as_we_do(adapter, by_the_trainer):
     found = by_the_trainer[adapter]
     assert found["seen"]["weights"] == "float32" and len(found["step_s"]) == 2 and len(found["losses"]) == 3
     from optrush.benchmark import worker
@@ -427,14 +410,11 @@ def test_the_trainer_trains_as_we_do(adapter: str | None, by_the_trainer: dict[s
     assert found["seen"]["trained parameters"] == ours["seen"]["trained parameters"]
 
 
-@pytest.mark.parametrize(
-    ("name", "micro", "said"),
-    [
-        ("unsloth", 128, "the system `unsloth` trains on one GPU"), ("trainer", 256, "set batch.micro_tokens: 128"),
-        ("trainer", 128, None), ("torchtitan", 128, None),
-    ],
-)  # fmt: skip
-def test_ranks_share_the_rows_of_a_step(name: str, micro: int, said: str | None) -> None:
+@pytest.mark.parametrize(("name", "micro", "said"), [
+    ("unsloth", 128, "the system `unsloth` trains on one GPU"), ("trainer", 256, "set batch.micro_tokens: 128"),
+    ("trainer", 128, None), ("torchtitan", 128, None),
+])  # fmt: skip
+def test_ranks_share_the_rows_of_a_step(name, micro, said):
     asked = build(name, {}).needs_ranks(run(batch={"seq": 64, "tokens": 256, "micro_tokens": micro}), 2)
     unmet = [need for need in asked if not need.met]
     assert not unmet if said is None else any(said in (need.asked, need.do) for need in unmet)
@@ -443,7 +423,7 @@ def test_ranks_share_the_rows_of_a_step(name: str, micro: int, said: str | None)
 @pytest.mark.parametrize(
     ("ranks", "adapter", "found"), [(1, None, "one rank"), (2, "lora", "`adapter: lora`"), (2, None, None)]
 )
-def test_what_the_trainer_shards(ranks: int, adapter: str | None, found: str | None) -> None:
+def test_what_the_trainer_shards(ranks, adapter, found):
     sharded = build("trainer", {"shard": "fsdp", "adapter": adapter})
     asked = sharded.needs_ranks(run(batch={"seq": 64, "tokens": 256, "micro_tokens": 256 // ranks}), ranks)
     assert [need.found for need in asked if not need.met] == ([] if found is None else [found])
@@ -451,10 +431,10 @@ def test_what_the_trainer_shards(ranks: int, adapter: str | None, found: str | N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", [None, "fsdp"])
-def test_the_trainer_on_two_ranks_trains_as_on_one(shard: str | None) -> None:
+def test_the_trainer_on_two_ranks_trains_as_on_one(shard):
     pytest.importorskip("accelerate")
 
-    def losses(ranks: int, shard: str | None) -> list[float]:
+    def losses(ranks, shard):
         options = {"liger": False, "shard": shard}
         batch = {"seq": 64, "tokens": 256, "micro_tokens": 256 // ranks}
         request = {"run": config.dump_config(run(batch=batch)), "warmup": 1, "peer": {"trainer": options}}
@@ -469,10 +449,10 @@ def test_the_trainer_on_two_ranks_trains_as_on_one(shard: str | None) -> None:
 # --- the longest row
 
 
-def tried(span: Longest, limit: int, begin: int | None) -> tuple[list[int], dict[str, Any]]:
+def tried(span, limit, begin):
     asked: list[int] = []
 
-    def attempt(seq: int) -> dict[str, Any]:
+    def attempt(seq):
         asked.append(seq)
         return {"losses": [1.0], "seq": seq} if seq <= limit else {"error": "out of memory: no"}
 
@@ -480,13 +460,13 @@ def tried(span: Longest, limit: int, begin: int | None) -> tuple[list[int], dict
     return asked, runner.search_longest(span, begin, first, attempt)
 
 
-def span(first: int = 8192, last: int = 1 << 20, factor: float = 1.1) -> Longest:
+def span(first=8192, last=1 << 20, factor=1.1):
     return Longest(**{"from": first, "to": last, "factor": factor})
 
 
 @pytest.mark.parametrize("limit", [8192, 9000, 50_000, 131_072, 300_001, 1 << 20])
 @pytest.mark.parametrize("begin", [None, 8192, 20_000, 131_072, 290_000, 1 << 20])
-def test_the_longest_row_is_found(limit: int, begin: int | None) -> None:
+def test_the_longest_row_is_found(limit, begin):
     asked, found = tried(span(), limit, begin)
     reached = found["longest_seq"]
     assert reached <= limit and found["seq"] == reached and found["proof"] == "of the shortest"
@@ -499,15 +479,15 @@ def test_the_longest_row_is_found(limit: int, begin: int | None) -> None:
     assert [t["seq"] for t in found["tries"]] == [8192, *asked] and found["ended"] is None
 
 
-def test_a_good_guess_takes_few_tries() -> None:
+def test_a_good_guess_takes_few_tries():
     asked, found = tried(span(), 300_000, 290_000)
     assert asked == [289_792, 318_464] and found["longest_seq"] == 289_792
     asked, found = tried(span(), 280_000, 290_000)
     assert asked == [289_792, 264_192] and found["longest_seq"] == 264_192
 
 
-def test_what_ends_a_search() -> None:
-    def attempt(seq: int) -> dict[str, Any]:
+def test_what_ends_a_search():
+    def attempt(seq):
         return {"error": "killed by signal 9 (SIGKILL)"} if seq > 40_000 else {"losses": [1.0, None]}
 
     first = {"losses": [1.0], "proof": {}}
@@ -519,24 +499,21 @@ def test_what_ends_a_search() -> None:
     assert small["longest_seq"] == 48 and small["ended"] is None
 
 
-def test_the_guess_is_the_longest_that_the_plan_says_fits() -> None:
+def test_the_guess_is_the_longest_that_the_plan_says_fits():
     fits = runner.longest_that_fits
     assert fits(span(), lambda seq: seq <= 123_456) == 123_456 // 1024 * 1024
     assert fits(span(), lambda seq: True) == 1 << 20 and fits(span(), lambda seq: None) is None
 
 
-def test_a_ladder_of_longest_rows(call: Call, fakes: Fakes) -> None:
+def test_a_ladder_of_longest_rows(call, fakes):
     """Scripts for processes: they run out of memory from a length on, which is another with a technique."""
     text = fakes_with_memory(fakes)
     assert "seq" in text
     rungs = [{"name": "base"}, {"name": "recompute", "with": {"recompute": {}}}]
-    put(
-        Path("ladder.yaml"),
-        ladder(
-            rungs, steps=1, warmup=0, all_but_one=False, case="{size}-longest",
-            longest={"from": 64, "to": 4096, "factor": 1.1},
-        ),
-    )  # fmt: skip
+    put(Path("ladder.yaml"), ladder(
+        rungs, steps=1, warmup=0, all_but_one=False, case="{size}-longest",
+        longest={"from": 64, "to": 4096, "factor": 1.1},
+    ))  # fmt: skip
     found = call("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "out")
     assert found.code == 0, found.err
     told = records(Path("out"))
@@ -566,7 +543,7 @@ def test_a_ladder_of_longest_rows(call: Call, fakes: Fakes) -> None:
     assert "From rows of 128 or more to 128 or more tokens" in page and '<td class="n">128 or more</td>' in page
 
 
-def fakes_with_memory(fakes: Fakes) -> str:
+def fakes_with_memory(fakes):
     """Gives the scripted worker a memory: 300 tokens, 1200 with recompute."""
     path = fakes.log.parent / "worker.py"
     text = (
@@ -584,7 +561,7 @@ def fakes_with_memory(fakes: Fakes) -> str:
     return text
 
 
-def report_of(folder: Path) -> None:
+def report_of(folder):
     import importlib
 
     importlib.reload(bench)  # the scripts' fixture does not draw it

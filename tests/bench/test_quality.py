@@ -1,41 +1,36 @@
 """Ladders of whole runs: their statistics by hand, what is refused, and benches of real runs and of scripts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
 import re
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
 from optrush.benchmark import ladder, quality, record, runner
-from optrush.config import Config, parse_config
+from optrush.config import parse_config
 from optrush.errors import ConfigError, DataError, RunError
 from optrush.report import bench as pages
 from optrush.report import run as finished
 
-from toy import Found, document, put
+from toy import document, put
 
-Call = Callable[..., Found]
 WHOLE = "title: x\nquality: {seeds: 2}\nrungs:\n  - name: a\n"
 QUESTIONS = [("3 + 4", "3 + 4 = 7\n#### 7"), ("10 - 2", "It is 8."), ("a dozen", "That makes 12")]
 
 
-def run(**changes: Any) -> Config:
+def run(**changes):
     given = {"data": {"random": 64, "eval": 0.25}, "train": {"steps": 3, "log_every": 1, "save_every": 1}, **changes}
     return parse_config(yaml.safe_dump(document(**given)), "run.yaml")
 
 
-def resolved(text: str, **changes: Any) -> dict[str, ladder.Rung]:
+def resolved(text, **changes):
     written = ladder.parse_ladder(text, "own.yaml", "own")
     return {r.name: r for r in ladder.resolve_rungs(written, run(**changes), False)}
 
@@ -46,12 +41,12 @@ def resolved(text: str, **changes: Any) -> dict[str, ladder.Rung]:
 @pytest.mark.parametrize(
     ("freedom", "value"), [(1, 12.706), (2, 4.303), (10, 2.228), (11, 2.201), (30, 2.042), (1000, 1.962)]
 )
-def test_students_t(freedom: int, value: float) -> None:
+def test_students_t(freedom, value):
     """The tables of any textbook."""
     assert quality.student(freedom) == pytest.approx(value, abs=3e-3)
 
 
-def test_two_rungs_are_compared_as_by_a_paired_t_test() -> None:
+def test_two_rungs_are_compared_as_by_a_paired_t_test():
     a, b = [1.0, 1.1, 1.3, 1.2], [1.05, 1.12, 1.36, 1.29]
     found = quality.compare({"a": a, "b": b}, "b", "a")
     each = [y - x for x, y in zip(a, b, strict=True)]
@@ -59,7 +54,7 @@ def test_two_rungs_are_compared_as_by_a_paired_t_test() -> None:
     assert found == pytest.approx((statistics.mean(each), spread, 3.182 * spread))
 
 
-def test_the_variance_of_many_rungs_is_that_of_randomized_blocks() -> None:
+def test_the_variance_of_many_rungs_is_that_of_randomized_blocks():
     """What a seed adds to all rungs does not count, and rungs that scatter alike are pooled."""
     draw = np.random.default_rng(0)
     noise = draw.normal(0, 0.01, (40, 3))
@@ -70,7 +65,7 @@ def test_the_variance_of_many_rungs_is_that_of_randomized_blocks() -> None:
     assert all(found == (pytest.approx(by_hand), 78) for found in quality.variances(values).values())
 
 
-def test_an_unsteady_rung_keeps_its_own_spread() -> None:
+def test_an_unsteady_rung_keeps_its_own_spread():
     draw = np.random.default_rng(1)
     values = {f"{i}": list(draw.normal(1, 0.001, 3)) for i in range(9)}
     before = quality.compare(values, "1", "0")
@@ -85,15 +80,15 @@ def test_an_unsteady_rung_keeps_its_own_spread() -> None:
     ("difference", "margin", "verdict"),
     [(0.02, 0.01, "worse"), (-0.02, 0.01, "better"), (0.01, 0.01, "equal"), (0.0, 0.0, "equal"), (9, None, "one seed")],
 )
-def test_verdicts(difference: float, margin: float | None, verdict: str) -> None:
+def test_verdicts(difference, margin, verdict):
     assert quality.judge_quality(difference, margin) == verdict
 
 
-def test_one_seed_has_no_spread() -> None:
+def test_one_seed_has_no_spread():
     assert quality.compare({"a": [1.0], "b": [1.5]}, "b", "a") == (0.5, None, None)
 
 
-def test_equal_rungs_call_few_others_better_or_worse() -> None:
+def test_equal_rungs_call_few_others_better_or_worse():
     """Of rungs that learn the same, some 5 % are called otherwise, with two and with three seeds."""
     draw = np.random.default_rng(2)
     for rungs, seeds in ((2, 2), (3, 3), (12, 3)):
@@ -106,14 +101,11 @@ def test_equal_rungs_call_few_others_better_or_worse() -> None:
         assert 0.02 < wrong / total < 0.09, (rungs, seeds, wrong / total)
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("16 - 3 = 13\n#### 18", "18"), ("$1,234.50.", "1234.5"), ("it is 18.", "18"), ("10-2", "2"), ("is -7", "-7"),
-        ("18.00", "18"), ("1,234,567 in all", "1234567"), ("3, 4, 5", "5"), ("2.5%", "2.5"), ("12,34", "34"),
-    ],
-)  # fmt: skip
-def test_the_last_number(text: str, number: str) -> None:
+@pytest.mark.parametrize(("text", "number"), [
+    ("16 - 3 = 13\n#### 18", "18"), ("$1,234.50.", "1234.5"), ("it is 18.", "18"), ("10-2", "2"), ("is -7", "-7"),
+    ("18.00", "18"), ("1,234,567 in all", "1234567"), ("3, 4, 5", "5"), ("2.5%", "2.5"), ("12,34", "34"),
+])  # fmt: skip
+def test_the_last_number(text, number):
     assert quality.last_number(text) == Decimal(number)
     assert quality.last_number("none at all") is None
 
@@ -121,7 +113,7 @@ def test_the_last_number(text: str, number: str) -> None:
 # --- a ladder as written
 
 
-def test_whole_runs_keep_the_length_and_the_held_out_rows() -> None:
+def test_whole_runs_keep_the_length_and_the_held_out_rows():
     found = resolved(
         WHOLE
         + "  - {name: b, with: {amp: {}}}\n  - {name: c, set: {optim.lr: 0.5, train.epochs: 2}}\n"
@@ -136,36 +128,33 @@ def test_whole_runs_keep_the_length_and_the_held_out_rows() -> None:
     assert list(found) == ["a", "b", "c", "d"], "no rung takes one technique away"
 
 
-def test_a_score_needs_the_model() -> None:
+def test_a_score_needs_the_model():
     assert resolved(WHOLE.replace("seeds: 2", "score: number"))["a"].config.train.export
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("steps: 4\n" + WHOLE, "own.yaml:1: `steps`\nfound: `quality` trains whole runs"),
-        ("warmup: 4\n" + WHOLE, "own.yaml:1: `warmup`"),
-        ("repeats: 4\n" + WHOLE, "all-but-one rungs\ndo:    write `quality: {seeds: N}`"),
-        ("proof: {steps: 4}\n" + WHOLE, "own.yaml:1: `proof`"),
-        ("all_but_one: true\n" + WHOLE, "own.yaml:1: `all_but_one`"),
-        ("longest: {from: 8, to: 64}\n" + WHOLE, "own.yaml:1: `longest`"),
-        (WHOLE.replace("seeds: 2", "seeds: 0"), "`quality.seeds`\nfound: 0\ndo:    give a number of at least 1"),
-        (WHOLE.replace("seeds", "seed"), "`quality.seed`\nfound: no such key\ndo:    did you mean `seeds`"),
-        (WHOLE.replace("seeds: 2", "score: rouge"), "`quality.score`\nfound: 'rouge'\ndo:    give 'number'"),
-        (WHOLE + "  - {name: b, peer: {trainer: {}}}", "`name: b`\nfound: another system in a ladder of"),
-        (WHOLE + "  - {name: b, set: {seed: 4}}", "own.yaml:5: `seed`\nfound: a rung cannot change this key"),
-        (WHOLE + "  - {name: b, set: {optim.rate: 4}}", "`optim.rate`\nfound: a rung cannot change this key"),
-        (WHOLE + "  - {name: b, set: {data.path: x}}", "`data.path`\nfound: a rung cannot change this key"),
-        (WHOLE.replace("rungs:", "base: {set: {output: x}}\nrungs:"), "own.yaml:3: `output`\nfound: the ladder"),
-    ],
-)  # fmt: skip
-def test_mistakes(text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "said"), [
+    ("steps: 4\n" + WHOLE, "own.yaml:1: `steps`\nfound: `quality` trains whole runs"),
+    ("warmup: 4\n" + WHOLE, "own.yaml:1: `warmup`"),
+    ("repeats: 4\n" + WHOLE, "all-but-one rungs\ndo:    write `quality: {seeds: N}`"),
+    ("proof: {steps: 4}\n" + WHOLE, "own.yaml:1: `proof`"),
+    ("all_but_one: true\n" + WHOLE, "own.yaml:1: `all_but_one`"),
+    ("longest: {from: 8, to: 64}\n" + WHOLE, "own.yaml:1: `longest`"),
+    (WHOLE.replace("seeds: 2", "seeds: 0"), "`quality.seeds`\nfound: 0\ndo:    give a number of at least 1"),
+    (WHOLE.replace("seeds", "seed"), "`quality.seed`\nfound: no such key\ndo:    did you mean `seeds`"),
+    (WHOLE.replace("seeds: 2", "score: rouge"), "`quality.score`\nfound: 'rouge'\ndo:    give 'number'"),
+    (WHOLE + "  - {name: b, peer: {trainer: {}}}", "`name: b`\nfound: another system in a ladder of"),
+    (WHOLE + "  - {name: b, set: {seed: 4}}", "own.yaml:5: `seed`\nfound: a rung cannot change this key"),
+    (WHOLE + "  - {name: b, set: {optim.rate: 4}}", "`optim.rate`\nfound: a rung cannot change this key"),
+    (WHOLE + "  - {name: b, set: {data.path: x}}", "`data.path`\nfound: a rung cannot change this key"),
+    (WHOLE.replace("rungs:", "base: {set: {output: x}}\nrungs:"), "own.yaml:3: `output`\nfound: the ladder"),
+])  # fmt: skip
+def test_mistakes(text, said):
     with pytest.raises(ConfigError) as caught:
         resolved(text)
     assert said in str(caught.value)
 
 
-def test_what_is_held_out_is_checked_before_anything_runs(tmp_path: Path) -> None:
+def test_what_is_held_out_is_checked_before_anything_runs(tmp_path):
     own = ladder.Quality(score="number", samples=2)
     with pytest.raises(ConfigError, match=r"no `data\.eval`"):
         quality.check_quality(run(data={"random": 64}), ladder.Quality())
@@ -180,7 +169,7 @@ def test_what_is_held_out_is_checked_before_anything_runs(tmp_path: Path) -> Non
     assert "held.jsonl:3" in str(caught.value)
 
 
-def test_a_score_reads_rows_by_the_names_of_the_configuration(tmp_path: Path) -> None:
+def test_a_score_reads_rows_by_the_names_of_the_configuration(tmp_path):
     (tmp_path / "held.jsonl").write_text('{"q": "3 + 4", "a": "7"}\n')
     columns = {"q": "prompt", "a": "completion"}
     config = run(objective="sft", data={"path": "t", "eval": str(tmp_path / "held.jsonl"), "columns": columns})
@@ -188,7 +177,7 @@ def test_a_score_reads_rows_by_the_names_of_the_configuration(tmp_path: Path) ->
     assert prompt.reference == "7"
 
 
-def chats(path: Path, pairs: Sequence[tuple[str, str]]) -> str:
+def chats(path, pairs):
     rows = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     return str(path)
@@ -221,19 +210,19 @@ DOES = {"none": PLAIN, "bf16": {"losses": [1.001, 1.2, 1.101], "scores": [9, 21,
 
 
 @pytest.fixture
-def told(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def told(here, monkeypatch):
     """Make runs scripts, each by its techniques; return the log of those that ran."""
     (here / "fake_quality.py").write_text(FAKE.format(script=str(here / "does.json"), log=str(here / "log")))
     monkeypatch.setenv("PYTHONPATH", str(here))
     real = runner.run_worker
 
-    def fake(request: Mapping[str, Any], limit_s: float, peer: Any = None, module: str | None = None) -> dict[str, Any]:
+    def fake(request, limit_s, peer=None, module=None):
         return real(request, limit_s, peer, "fake_quality")
 
     monkeypatch.setattr(runner, "run_worker", fake)
     put(here / "run.yaml", document(data={"random": 64, "eval": 0.25}, train={"steps": 3}))
 
-    def tell(**does: Any) -> list[str]:
+    def tell(**does):
         (here / "does.json").write_text(json.dumps({**DOES, **does}))
         ran = (here / "log").read_text().splitlines() if (here / "log").exists() else []
         (here / "log").unlink(missing_ok=True)
@@ -243,12 +232,12 @@ def told(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]
     return tell
 
 
-def bench(call: Call, *flags: str, rungs: Sequence[Mapping[str, Any]] = RUNGS, **settings: Any) -> Found:
+def bench(call, *flags, rungs=RUNGS, **settings):
     put(Path("ladder.yaml"), {"title": "x", "quality": {"seeds": 3, **settings}, "rungs": list(rungs)})
     return call("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "out", *flags)
 
 
-def test_seeds_are_interleaved_and_compared(call: Call, told: Callable[..., list[str]]) -> None:
+def test_seeds_are_interleaved_and_compared(call, told):
     found = bench(call, "--json")
     assert found.code == 0, found.err
     assert told() == [f"{name} {seed}" for seed in (0, 1, 2) for name in ("none", "bf16", "muon")]
@@ -274,7 +263,7 @@ def test_seeds_are_interleaved_and_compared(call: Call, told: Callable[..., list
     assert refused.code == 2 and "found: a ladder of whole runs" in refused.err
 
 
-def test_a_failed_rung_is_a_record_and_the_others_run(call: Call, told: Callable[..., list[str]]) -> None:
+def test_a_failed_rung_is_a_record_and_the_others_run(call, told):
     told(bf16={"error": "out of memory: x"})
     found = bench(call, "--repeats", "2")
     assert found.code == 1 and len(told()) == 5
@@ -285,7 +274,7 @@ def test_a_failed_rung_is_a_record_and_the_others_run(call: Call, told: Callable
     assert "out of memory: x" in Path("out/report.html").read_text()
 
 
-def test_other_held_out_tokens_are_not_compared(call: Call, told: Callable[..., list[str]]) -> None:
+def test_other_held_out_tokens_are_not_compared(call, told):
     told(muon={**DOES["muon"], "targets": 90})
     assert bench(call, "--repeats", "1").code == 1
     plain, half, other = record.read_quality(Path("out"))
@@ -294,7 +283,7 @@ def test_other_held_out_tokens_are_not_compared(call: Call, told: Callable[..., 
     assert half.difference == pytest.approx(0.001) and half.spread is None
 
 
-def test_a_failed_first_rung_gives_its_place_to_the_next(call: Call, told: Callable[..., list[str]]) -> None:
+def test_a_failed_first_rung_gives_its_place_to_the_next(call, told):
     told(none={"error": "x"})
     assert bench(call).code == 1
     found = record.read_quality(Path("out"))
@@ -302,7 +291,7 @@ def test_a_failed_first_rung_gives_its_place_to_the_next(call: Call, told: Calla
     assert found[2].changes == "- bf16, + muon"
 
 
-def test_an_interrupted_bench_goes_on(call: Call, told: Callable[..., list[str]]) -> None:
+def test_an_interrupted_bench_goes_on(call, told):
     first = bench(call, "--repeats", "1")
     assert first.code == 0 and len(re.findall(r", seed \d+: starts, \d+ steps", first.err)) == len(RUNGS)
     told()
@@ -313,7 +302,7 @@ def test_an_interrupted_bench_goes_on(call: Call, told: Callable[..., list[str]]
     assert "another configuration" in bench(call, "--repeats", "2", "--resume").err
 
 
-def test_runs_beside_each_other_give_the_same_losses_and_no_times(call: Call, told: Callable[..., list[str]]) -> None:
+def test_runs_beside_each_other_give_the_same_losses_and_no_times(call, told):
     assert bench(call).code == 0
     one_by_one = [(r.held_out, r.difference, r.verdict) for r in record.read_quality(Path("out"))]
     told()
@@ -330,7 +319,7 @@ def test_runs_beside_each_other_give_the_same_losses_and_no_times(call: Call, to
     assert records[0].seconds == first["seconds"]
 
 
-def test_a_stopped_bench_ends_the_runs_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_bench_ends_the_runs_beside_each_other(monkeypatch):
     with subprocess.Popen(["sleep", "60"]) as process:
         runner._stopping.set()
         try:
@@ -340,24 +329,19 @@ def test_a_stopped_bench_ends_the_runs_beside_each_other(monkeypatch: pytest.Mon
             process.kill()
 
 
-@pytest.mark.parametrize(
-    ("ladder_text", "flags", "said"),
-    [
-        ("title: x\nrungs:\n  - name: a\n", (), "found: the rungs are timed"),
-        (WHOLE + "    ranks: 2\n    with: {ddp: {}}\n", (), "found: `a` has several ranks"),
-        (WHOLE, ("--dry-run",), "leave --at-once out"),
-    ],
-)
-def test_what_cannot_run_beside_others(
-    call: Call, told: Callable[..., list[str]], ladder_text: str, flags: Sequence[str], said: str
-) -> None:
+@pytest.mark.parametrize(("ladder_text", "flags", "said"), [
+    ("title: x\nrungs:\n  - name: a\n", (), "found: the rungs are timed"),
+    (WHOLE + "    ranks: 2\n    with: {ddp: {}}\n", (), "found: `a` has several ranks"),
+    (WHOLE, ("--dry-run",), "leave --at-once out"),
+])  # fmt: skip
+def test_what_cannot_run_beside_others(call, told, ladder_text, flags, said):
     Path("ladder.yaml").write_text(ladder_text)
     found = call("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "out", "--at-once", "2", *flags)
     assert found.code == 2 and said in found.err, found.err
     assert not Path("out").exists()
 
 
-def test_scores_are_compared_beside_the_losses(call: Call, told: Callable[..., list[str]], here: Path) -> None:
+def test_scores_are_compared_beside_the_losses(call, told, here):
     held = chats(here / "held.jsonl", QUESTIONS)
     trained = chats(here / "train.jsonl", QUESTIONS)
     put(here / "run.yaml", document(data={"path": trained, "eval": held}, train={"steps": 3}))
@@ -370,7 +354,7 @@ def test_scores_are_compared_beside_the_losses(call: Call, told: Callable[..., l
     assert "right %" in found.err and "right %" in Path("out/report.html").read_text()
 
 
-def test_the_rungs_before_anything_runs(call: Call, told: Callable[..., list[str]]) -> None:
+def test_the_rungs_before_anything_runs(call, told):
     found = bench(call, "--dry-run", "--json")
     assert found.code == 0 and not Path("out").exists() and not told()
     assert [r["rung"] for r in json.loads(found.out)] == ["plain", "half", "other"]
@@ -381,7 +365,7 @@ def test_the_rungs_before_anything_runs(call: Call, told: Callable[..., list[str
         assert refused.code == 2 and "found: no `data.eval`" in refused.err and not Path("out").exists()
 
 
-def test_a_damaged_record_is_named(call: Call, told: Callable[..., list[str]]) -> None:
+def test_a_damaged_record_is_named(call, told):
     bench(call, "--repeats", "1")
     text = Path("out/records.jsonl").read_text()
     Path("out/records.jsonl").write_text(text + '{"held_out": 1}\n')
@@ -393,7 +377,7 @@ def test_a_damaged_record_is_named(call: Call, told: Callable[..., list[str]]) -
 
 
 @pytest.mark.slow
-def test_whole_runs(call: Call, here: Path) -> None:
+def test_whole_runs(call, here):
     """Two rungs and two seeds, each in a process."""
     put(here / "run.yaml", document(data={"random": 64, "eval": 0.25}, train={"steps": 3, "log_every": 1}))
     rungs = [{"name": "plain"}, {"name": "adapters", "with": {"lora": {"rank": 2}}, "set": {"optim.lr": 0.01}}]
@@ -409,7 +393,7 @@ def test_whole_runs(call: Call, here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_answers_of_a_whole_run(call: Call, here: Path) -> None:
+def test_the_answers_of_a_whole_run(call, here):
     held, trained = chats(here / "held.jsonl", QUESTIONS), chats(here / "train.jsonl", [("7 + 5", "It is 12.")] * 24)
     put(here / "run.yaml", document(
         model="tiny", objective="sft", data={"path": trained, "eval": held}, train={"steps": 2, "log_every": 1},
@@ -428,7 +412,7 @@ def test_the_answers_of_a_whole_run(call: Call, here: Path) -> None:
     assert not (folder / "model").exists() and not (folder / "checkpoints").exists()
 
 
-def test_a_whole_run(here: Path) -> None:
+def test_a_whole_run(here):
     """The process of a rung, in this process."""
     figures = quality.train_run(run(output="trained"), 0.0)
     assert figures["held_out"] == figures["evals"][-1][1] != figures["evals"][0][1]
@@ -436,7 +420,7 @@ def test_a_whole_run(here: Path) -> None:
     assert figures["memory_kind"] == "rss" and figures["eval_targets"] > 0 and figures["start_s"] > 1e9
 
 
-def test_a_run_without_a_finite_loss_fails(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_finite_loss_fails(here, monkeypatch):
     real, lost = finished.load_run, [{"step": 3, "eval_loss": None}]
     monkeypatch.setattr(finished, "load_run", lambda folder: dataclasses.replace(real(folder), evals=lost))
     with pytest.raises(RunError, match="a held-out loss is not finite"):

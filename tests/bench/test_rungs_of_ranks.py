@@ -1,10 +1,7 @@
 """Rungs of several ranks: processes that meet, what a failed rank leaves, and what a ladder says of them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +17,7 @@ from toy import ladder, parsed, put
 BATCH = {"seq": 64, "tokens": 512, "micro_tokens": 128}
 
 
-def request(ranks: int, **techniques: Any) -> dict[str, Any]:
+def request(ranks, **techniques):
     baseline = parsed(batch=BATCH)
     config = parsed(batch=BATCH, **{"with": techniques})
     proof = {"steps": 3, "documents": 6}
@@ -28,7 +25,7 @@ def request(ranks: int, **techniques: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_prove_what_one_learns() -> None:
+def test_two_ranks_prove_what_one_learns():
     alone = worker.measure(parsed(batch=BATCH), parsed(batch=BATCH), 1, 3, 6)  # of one rank, in this process
     found = runner.run_worker(request(2, fsdp={}), 120)
     assert "error" not in found, found
@@ -46,7 +43,7 @@ time.sleep(600)
 """
 
 
-def test_a_rank_that_fails_ends_the_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_ends_the_rung(tmp_path, monkeypatch):
     (tmp_path / "worker.py").write_text(FAILS)
     monkeypatch.setattr(runner, "COMMAND", [sys.executable, str(tmp_path / "worker.py")])
     monkeypatch.setattr(runner, "FAILED_GRACE_S", 0.5)
@@ -54,13 +51,11 @@ def test_a_rank_that_fails_ends_the_rung(tmp_path: Path, monkeypatch: pytest.Mon
     assert "the second one cannot" in found["error"]
 
 
-def test_ranks_go_on_to_later_rungs_and_variables_do_not() -> None:
+def test_ranks_go_on_to_later_rungs_and_variables_do_not():
     rungs = [
-        {"name": "one"},
-        {"name": "two", "ranks": 2, "with": {"ddp": {}}},
-        {"name": "far", "env": {"NCCL_P2P_DISABLE": "1"}},
-        {"name": "near", "from": "two", "with": {"fused-adamw": {}}},
-    ]
+        {"name": "one"}, {"name": "two", "ranks": 2, "with": {"ddp": {}}},
+        {"name": "far", "env": {"NCCL_P2P_DISABLE": "1"}}, {"name": "near", "from": "two", "with": {"fused-adamw": {}}},
+    ]  # fmt: skip
     text = put(Path("ladder.yaml"), ladder(rungs, all_but_one=False))
     found = resolve_rungs(parse_ladder(Path(text).read_text(), text, "x"), parsed(), cumulative_only=False)
     assert [(r.ranks, r.env) for r in found] == [(1, {}), (2, {}), (2, {"NCCL_P2P_DISABLE": "1"}), (2, {})]
@@ -72,14 +67,14 @@ def test_ranks_go_on_to_later_rungs_and_variables_do_not() -> None:
     ("wrong", "found"),
     [({"ranks": 0}, "ranks"), ({"env": {"PATH": "/"}}, "an NCCL variable"), ({"env": {"NCCL_DEBUG": 1}}, "env")],
 )
-def test_what_a_rung_may_not_set(wrong: dict[str, Any], found: str) -> None:
+def test_what_a_rung_may_not_set(wrong, found):
     text = put(Path("ladder.yaml"), ladder([{"name": "one"}, {"name": "two", **wrong}]))
     with pytest.raises(ConfigError) as raised:
         parse_ladder(Path(text).read_text(), text, "x")
     assert found in str(raised.value) and "ladder.yaml:" in str(raised.value)
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
     from optrush import hardware
 
     text = put(Path("ladder.yaml"), ladder([{"name": "one"}, {"name": "two", "ranks": 2, "with": {"ddp": {}}}]))
@@ -89,7 +84,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         runner._refuse_ranks(two)
 
 
-def test_the_share_of_ideal_scaling() -> None:
+def test_the_share_of_ideal_scaling():
     common = {"case": "x", "device": "d", "mode": "cumulative", "peer": None}
     rows = [
         {**common, "rung": "one", "ranks": 1, "tokens_per_s": 100.0, "predicted_tokens_per_s": 110.0},
@@ -103,7 +98,7 @@ def test_the_share_of_ideal_scaling() -> None:
     assert "1 of other systems failed" in ladder_summary(shown)
 
 
-def test_rungs_of_more_ranks_than_gpus_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rungs_of_more_ranks_than_gpus_are_left_out(monkeypatch, tmp_path):
     from optrush import hardware
 
     rungs = [
@@ -134,7 +129,7 @@ def test_rungs_of_more_ranks_than_gpus_are_left_out(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_a_tuning_says_that_there_are_too_few_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tuning_says_that_there_are_too_few_gpus(monkeypatch, tmp_path):
     from optrush import hardware
 
     text = put(tmp_path / "ladder.yaml", ladder([{"name": "one"}, {"name": "two", "ranks": 2, "with": {"ddp": {}}}]))
@@ -147,7 +142,7 @@ def test_a_tuning_says_that_there_are_too_few_gpus(monkeypatch: pytest.MonkeyPat
     assert "this machine has 1 GPU" in state.refused["two"] and not state.absent
 
 
-def test_a_rung_is_predicted_over_its_own_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rung_is_predicted_over_its_own_link(monkeypatch):
     from optrush import hardware
 
     off = {"NCCL_P2P_DISABLE": "1"}

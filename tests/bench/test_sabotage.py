@@ -3,15 +3,12 @@
 A real bench by real processes: the seconds go into starting them. Processes that die are in test_climb.py.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from toy import BODIES, Copy, each, put_ladder, records, technique
+from toy import BODIES, each, put_ladder, records, technique
 
 PREDICTED = """
     def predict(self, env: Environment) -> Iterator[Rule]:
@@ -21,14 +18,14 @@ PREDICTED = """
 
 
 @pytest.mark.slow
-def test_a_technique_is_one_file_and_one_line(copied: Copy) -> None:
+def test_a_technique_is_one_file_and_one_line(copied):
     """It is listed, planned, searched and trained without another change."""
     text = technique("sound").replace("\n    def wrap_step(", PREDICTED, 1)
     imported = "from optrush.planner.ledger import Line, Rule, add\nfrom optrush.technique"
     copied.add("sound", text.replace("from optrush.technique", imported, 1))
     assert "sound               a test" in copied.run("techniques").stdout
 
-    def planned(*flags: str) -> dict[str, Any]:
+    def planned(*flags):
         done = copied.run("plan", "run.yaml", "--json", *flags)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
@@ -42,7 +39,7 @@ def test_a_technique_is_one_file_and_one_line(copied: Copy) -> None:
 
 
 @pytest.mark.slow
-def test_sabotage_is_shown_red(copied: Copy) -> None:
+def test_sabotage_is_shown_red(copied):
     for name in BODIES:
         copied.add(name, technique(name))
     copied.edit(  # slower: its kernel sleeps

@@ -1,9 +1,7 @@
 """The angle between two gradients by some thousand numbers, against the angle itself in float64."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from optrush.trainer.trainer import Trainer
 SHAPES = {"embedding": (1000, 96), "norm": (96,), "matrix": (900, 5000), "one": ()}
 
 
-def gradients(seed: int = 0) -> dict[str, torch.Tensor]:
+def gradients(seed=0):
     """Some columns much larger than the others, as features of a network are; the third is longer than a piece."""
     g = torch.Generator().manual_seed(seed)
     made = {name: torch.randn(shape, generator=g) for name, shape in SHAPES.items()}
@@ -25,24 +23,24 @@ def gradients(seed: int = 0) -> dict[str, torch.Tensor]:
     return made
 
 
-def job_of(gradients: dict[str, torch.Tensor | None]) -> Trainer:
+def job_of(gradients):
     trained = [SimpleNamespace(name=name, whole_grad=grad) for name, grad in gradients.items()]
     world, env = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(device=SimpleNamespace(name="cpu"))
     return cast(Trainer, SimpleNamespace(trained=trained, world=world, env=env, weight_map=SimpleNamespace(entries={})))
 
 
-def angle(a: dict[str, Any], b: dict[str, Any]) -> float | None:
+def angle(a, b):
     return results.cosine(sketch(job_of(a)), sketch(job_of(b)))
 
 
-def exact(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+def exact(a, b):
     x, y = (torch.cat([t.double().flatten() for t in made.values()]) for made in (a, b))
     return torch.nn.functional.cosine_similarity(x, y, dim=0).item()
 
 
 @pytest.mark.parametrize("noise", further([1e-2, 0.3, 1e-4, 0.05], 2))
 @pytest.mark.parametrize("alike", [True, False], ids=["the same everywhere", "as rounding makes it"])
-def test_the_angle_is_told_within_some_percent(noise: float, alike: bool) -> None:
+def test_the_angle_is_told_within_some_percent(noise, alike):
     a, b = gradients(), gradients(1)
     assert sum(t.numel() for t in a.values()) > SKETCH_PIECE
     near = {name: t + noise * (1 if alike else t.abs() * b[name].sign()) for name, t in a.items()}
@@ -50,7 +48,7 @@ def test_the_angle_is_told_within_some_percent(noise: float, alike: bool) -> Non
     assert found is not None and 1 - found == pytest.approx(1 - exact(a, near), rel=0.2)
 
 
-def test_one_large_channel_in_every_tensor() -> None:
+def test_one_large_channel_in_every_tensor():
     """Large activations lie in the same channel of all layers: their sums must not be the same."""
     told = []
     for seed in range(20):
@@ -65,7 +63,7 @@ def test_one_large_channel_in_every_tensor() -> None:
     assert min(told) > 0.5 and max(told) < 2
 
 
-def test_it_is_the_same_each_time_and_in_another_order() -> None:
+def test_it_is_the_same_each_time_and_in_another_order():
     made = gradients()
     assert angle(made, made) == pytest.approx(1, abs=1e-12)
     other = dict(reversed(made.items()))
@@ -73,7 +71,7 @@ def test_it_is_the_same_each_time_and_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("name", ["embedding", "matrix"])
-def test_one_wrong_tensor_is_seen(name: str) -> None:
+def test_one_wrong_tensor_is_seen(name):
     """Turned round, or its rows in another order: its norm is as it was."""
     made = gradients()
     for wrong in (-made[name], made[name].roll(1, 0)):
@@ -82,7 +80,7 @@ def test_one_wrong_tensor_is_seen(name: str) -> None:
         assert found is not None and found < 0.999 and found == pytest.approx(wanted, abs=0.05)
 
 
-def test_what_cannot_be_compared() -> None:
+def test_what_cannot_be_compared():
     made = gradients()
     assert angle(made, {**made, "norm": None}) is None, "its update has taken it"
     assert angle(dict.fromkeys(made), dict.fromkeys(made)) is None
@@ -91,10 +89,10 @@ def test_what_cannot_be_compared() -> None:
     assert angle(made, {**made, "one": torch.tensor(torch.nan)}) is None
 
 
-def test_random_signs_of_unlike_gradients_are_far_apart() -> None:
+def test_random_signs_of_unlike_gradients_are_far_apart():
     found = angle(gradients(0), gradients(1))
     assert found is not None and abs(found) < 0.2
 
 
-def test_its_width_has_no_divisor_in_common_with_a_matrix() -> None:
+def test_its_width_has_no_divisor_in_common_with_a_matrix():
     assert all(SKETCH_WIDTH % n for n in range(2, 64))

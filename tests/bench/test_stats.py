@@ -1,9 +1,6 @@
 """Medians, noise, the proof's tolerances, and each rule that makes a rung red."""
 
-from __future__ import annotations
-
 import base64
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +9,6 @@ import yaml
 from optrush import config
 from optrush.benchmark import results
 from optrush.benchmark.results import Figures
-from optrush.config import Config
 from optrush.technique import Numerics
 from optrush.techniques import ALL
 
@@ -21,9 +17,7 @@ from toy import document
 MIB = 2**20
 
 
-def figures(
-    *repeats: float, spread: float = 0.001, peak: float = 1000, kind: str = "cuda_allocated", **more: Any
-) -> Figures:
+def figures(*repeats, spread=0.001, peak=1000, kind="cuda_allocated", **more):
     """Repeats of five steps around a speed each; the peak in MiB."""
     speeds = [[speed * (1 + spread * n) for n in (-2, -1, 0, 1, 2)] for speed in repeats]
     predicted = {"predicted_peak_bytes": more["peak_"] * MIB} if "peak_" in more else {}
@@ -32,11 +26,11 @@ def figures(
     return Figures(speeds, int(peak * MIB), kind, **predicted)
 
 
-def run(**changes: Any) -> Config:
+def run(**changes):
     return config.parse_config(yaml.safe_dump(document(**changes)), "run.yaml")
 
 
-def test_medians_and_quartiles() -> None:
+def test_medians_and_quartiles():
     found = Figures([[1.0, 2.0, 9.0], [4.0, 5.0]], 0, "rss")
     assert (found.tokens_per_s, found.repeats) == (4.0, [2.0, 4.5])
     assert found.quartiles == (2.0, 5.0)
@@ -55,14 +49,14 @@ def test_medians_and_quartiles() -> None:
         (figures(90), figures(100), False),
     ],
 )
-def test_a_difference_is_more_than_noise(a: Figures, b: Figures, answer: bool) -> None:
+def test_a_difference_is_more_than_noise(a, b, answer):
     assert results.faster(a, b) is answer
 
 
 # --- the proof
 
 
-def test_tolerances() -> None:
+def test_tolerances():
     base, adamw = run(), run(**{"with": {"fused-adamw": {}}})
     amp, bf16 = run(**{"with": {"amp": {}}}), run(**{"with": {"bf16": {}}})
     assert results.tolerances(base, adamw, ALL) is results.FLOAT32
@@ -81,7 +75,7 @@ def test_tolerances() -> None:
     assert results.weakest(adamw, run(**{"with": {"bf16": {}}}), ALL) is Numerics.DIFFERENT_MATHS
 
 
-def series(losses: list[float | None], norms: list[float | None]) -> dict[str, list[float | None]]:
+def series(losses, norms):
     return {"losses": losses, "gradient norms": norms}
 
 
@@ -89,7 +83,7 @@ def series(losses: list[float | None], norms: list[float | None]) -> dict[str, l
     (1 - 9e-7, results.FLOAT32, True), (1 - 2e-6, results.FLOAT32, False), (0.98, results.LOWER, True),
     (0.96, results.LOWER, False), (0.5, results.DIFFERENT, True), (None, results.FLOAT32, True),
 ])  # fmt: skip
-def test_gradients_must_point_where_the_baselines_do(cosine: float | None, allowed: dict[str, float], ok: bool) -> None:
+def test_gradients_must_point_where_the_baselines_do(cosine, allowed, ok):
     base = series([4.0, 2.0], [1.0, 1.0])
     found = results.compare_series(base, base, allowed, cosine)
     assert found["ok"] is ok
@@ -99,7 +93,7 @@ def test_gradients_must_point_where_the_baselines_do(cosine: float | None, allow
         assert red is not None and red.startswith("wrong: gradients differ by ") and "from `first`" in red
 
 
-def test_the_proof_takes_what_is_worst() -> None:
+def test_the_proof_takes_what_is_worst():
     base = series([4.0, 2.0], [1.0, 1.0])
     assert results.compare_series(series([4.0, 2.0001], [1.0, 1.0]), base, results.FLOAT32) == {
         "of": "losses", "tolerance": 1e-4, "worst": pytest.approx(5e-5), "ok": True,
@@ -112,7 +106,7 @@ def test_the_proof_takes_what_is_worst() -> None:
     assert (found["worst"], found["ok"]) == (None, False)
 
 
-def test_different_maths_may_lag_but_not_stand_still_or_go_elsewhere() -> None:
+def test_different_maths_may_lag_but_not_stand_still_or_go_elsewhere():
     base = series([4.0, 2.0], [1.0, 1.5])
     found = results.compare_series(series([4.0, 3.8], [1.0, 1.0]), base, results.DIFFERENT)
     assert not found["ok"] and found["of"] == "progress"
@@ -129,7 +123,7 @@ def test_different_maths_may_lag_but_not_stand_still_or_go_elsewhere() -> None:
     assert not results.compare_series(series([4.0, 4.0], [1.0, 1.0]), base, results.LOWER)["ok"]
 
 
-def test_adapters_may_lose_a_share_of_the_fall_to_rounding() -> None:
+def test_adapters_may_lose_a_share_of_the_fall_to_rounding():
     base = series([12.6056, 12.5146, 12.2665, 11.9282, 11.5619], [0.981, 0.982, 1.013, 1.048, 1.085])  # as on an H200
     kept = series([12.6036, 12.3392, 12.0584, 11.7574, 11.4334], [0.982, 0.982, 1.012, 1.046, 1.082])
     for one, other in ((base, kept), (kept, base)):
@@ -142,7 +136,7 @@ def test_adapters_may_lose_a_share_of_the_fall_to_rounding() -> None:
     assert not results.compare_series(off, base, results.ADAPTED)["ok"], "another loss before any update"
 
 
-def test_wrong() -> None:
+def test_wrong():
     bad = {"of": "losses", "tolerance": 1e-4, "worst": 0.5, "ok": False, "against": "base"}
     assert results.wrong(bad, [1.0]) == "wrong: losses differ by 0.5 (relative) from `base`, allowed 1e-04"
     assert results.wrong({**bad, "ok": True}, [1.0]) is None and results.wrong(None, [1.0]) is None
@@ -153,7 +147,7 @@ def test_wrong() -> None:
 # --- red
 
 
-def test_slower_than_predicted() -> None:
+def test_slower_than_predicted():
     before = figures(100, 100, speed_=100)
     assert results.slow(figures(50, 50, speed_=120), before, False) == (
         "slower than it may be: 0.50x of `since`, predicted 1.20x"
@@ -167,7 +161,7 @@ def test_slower_than_predicted() -> None:
     assert results.slow(figures(49, speed_=120), before, False)
 
 
-def test_slower_without_a_prediction() -> None:
+def test_slower_without_a_prediction():
     before = figures(100, 100)
     assert results.slow(figures(49, 49), before, False)
     assert results.slow(figures(51, 51), before, False) is None
@@ -175,7 +169,7 @@ def test_slower_without_a_prediction() -> None:
     assert results.slow(figures(49, 49), before, True) is None  # one technique less: nobody knows
 
 
-def test_no_effect_on_memory() -> None:
+def test_no_effect_on_memory():
     before = figures(100, peak=1000, peak_=1000)
     assert results.idle(figures(100, peak=990, peak_=800), before) == (
         "no effect: the peak changed by -10 MiB, predicted -200 MiB"
@@ -187,13 +181,13 @@ def test_no_effect_on_memory() -> None:
     assert results.idle(figures(100, peak=1000), before) is None  # nothing was predicted
 
 
-def test_a_resident_set_moves_by_itself() -> None:
+def test_a_resident_set_moves_by_itself():
     before = figures(100, peak=400, peak_=400, kind="rss")
     assert results.idle(figures(100, peak=400, peak_=340, kind="rss"), before) is None  # 60 MiB
     assert results.idle(figures(100, peak=400, peak_=330, kind="rss"), before)
 
 
-def test_no_effect_on_speed() -> None:
+def test_no_effect_on_speed():
     before = figures(100, peak=1000, speed_=100)
     assert results.idle(figures(100, peak=1000, speed_=150), before)
     assert results.idle(figures(90, peak=1000, speed_=150), before)
@@ -206,13 +200,13 @@ def test_no_effect_on_speed() -> None:
     assert results.idle(figures(100, 100, peak=1000, speed_=150, kind="rss"), twice)
 
 
-def judged(after: Figures, before: Figures | None, wrong: str | None = None, **more: bool) -> str:
+def judged(after, before, wrong=None, **more):
     verdict, red = results.judge(after, before, wrong, **{"only_load": False, "alone": False, **more})
     assert (verdict == "red") == bool(red)
     return verdict
 
 
-def test_verdicts() -> None:
+def test_verdicts():
     before = figures(100)
     assert judged(before, None) == "baseline"
     assert judged(figures(120, peak=900), before) == "faster"
@@ -228,8 +222,8 @@ def test_verdicts() -> None:
     assert judged(figures(40), before, "wrong: so", only_load=True) == "red"
 
 
-def test_verdicts_of_longest_rows() -> None:
-    def judged(reached: int, before: tuple[int, Figures] | None, peak: float = 1000, red: str | None = None) -> str:
+def test_verdicts_of_longest_rows():
+    def judged(reached, before, peak=1000, red=None):
         return results.judge_longest(reached, figures(100, peak=peak), before, 1.1, red)[0]
 
     before = 1000, figures(100)
@@ -238,13 +232,13 @@ def test_verdicts_of_longest_rows() -> None:
     assert judged(1000, before, 975) == "smaller" and judged(2000, before, red="wrong: so") == "red"
 
 
-def test_timed_steps_must_learn() -> None:
+def test_timed_steps_must_learn():
     assert results.dead([2.0, 1.9], [1.0, 1.0]) is None
     assert results.dead([2.0, None], [1.0, 1.0]) == "wrong: a timed step's loss or gradient norm is not finite"
     assert results.dead([2.0, 1.9], [1.0, 0.0]) == "wrong: a timed step has no gradient"
 
 
-def test_whoever_behaves_while_watched_is_watched_again() -> None:
+def test_whoever_behaves_while_watched_is_watched_again():
     proof = {"losses": [2.0, 1.5], "grad_norms": [1.0, 0.9]}
     assert results.drifted(proof, results.FLOAT32) is None, "records of before know no second look"
     same, other = {"losses": [2.0], "grad_norms": [1.0]}, {"losses": [2.0], "grad_norms": [0.5]}

@@ -1,12 +1,9 @@
 """The gradient noise scale against float64, the race of learning rates against a grid, and what is written of both."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +16,15 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from optrush.benchmark import runner, trial
 from optrush.benchmark.trial import Draw, States
 from optrush.benchmark.tune import RATES
-from optrush.config import Config, parse_config
+from optrush.config import parse_config
 from optrush.errors import ConfigError
 from optrush.trainer.run import batches
 
 import toy
-from toy import Found, document, parsed, put
-
-Call = Callable[..., Found]
+from toy import document, parsed, put
 
 
-def test_the_noise_scale_is_that_of_float64(here: Path) -> None:
+def test_the_noise_scale_is_that_of_float64(here):
     """Eight gradients of transformers' model in float64: the trace of their covariance, the length of their mean."""
     config = parsed(batch={"seq": 64, "tokens": 512, "micro_tokens": 64}, train={"steps": 4})
     trainer, plan = trial.assemble(config)
@@ -51,7 +46,7 @@ def test_the_noise_scale_is_that_of_float64(here: Path) -> None:
     assert squared == pytest.approx(float(mean.square().sum() - variance / len(window)), rel=1e-4)
 
 
-def test_micro_batches_of_unequal_terms() -> None:
+def test_micro_batches_of_unequal_terms():
     """|g|^2 = |G|^2 + S / terms exactly, of one to eight terms: both come back."""
     sizes = range(1, 9)
     inverse = sum(1 / n for n in sizes) / 8
@@ -64,7 +59,7 @@ def test_micro_batches_of_unequal_terms() -> None:
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Config:
+def counted(tmp_path_factory):
     """Sequences that count up by 1 to 4 from anywhere, modulo 100: a model has to see by how much."""
     folder = tmp_path_factory.mktemp("counted") / "model"
     with pytest.MonkeyPatch.context() as patch:
@@ -85,14 +80,14 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.mark.slow
-def test_the_race_finds_the_rate_of_a_grid(counted: Config, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_race_finds_the_rate_of_a_grid(counted, here, monkeypatch):
     """Within 1 % of the best held-out loss of all rates, each trained to the end, at a quarter of their steps."""
     trainer, plan = trial.assemble(counted)
     rates = [2e-3 * factor for factor in RATES]
     leg, took = trial.train_leg, list[int]()
     states = States(trainer, here / "states")
 
-    def noted(trainer: Any, plan: Any, rate: float, done: int, stop: int, steps: int) -> float:
+    def noted(trainer, plan, rate, done, stop, steps):
         took.append(stop - done)
         return leg(trainer, plan, rate, done, stop, steps)
 
@@ -115,7 +110,7 @@ def test_the_race_finds_the_rate_of_a_grid(counted: Config, here: Path, monkeypa
         trial.rate_race(trainer, plan, rates, time.monotonic(), states)
 
 
-def test_rates_that_fail_leave_the_race() -> None:
+def test_rates_that_fail_leave_the_race():
     legs = trial.race([1.0, 2.0, 4.0, 8.0], [4, 8], lambda rate, done, stop: math.inf if rate > 2 else abs(rate - 2.0))
     assert [(leg["rate"], leg["step"], leg["loss"]) for leg in legs] == [
         (1.0, 4, 1.0), (2.0, 4, 0.0), (4.0, 4, None), (8.0, 4, None), (1.0, 8, 1.0), (2.0, 8, 0.0)
@@ -130,20 +125,15 @@ LEGS = [{"rate": 5e-4, "step": 4, "loss": None}, {"rate": 1e-3, "step": 8, "loss
         "loss": 1.5}]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "result", "code", "expected"),
-    [
-        ("batch", NOISE, 0, "the gradient noise scale is 2,250 tokens: batch.tokens: 2304 (it was 512); then race"),
-        ("batch", {**NOISE, "squared": -1.0}, 1, "the gradient cannot be separated from its noise"),
-        ("lr", {"legs": LEGS, "steps": 16}, 0, "optim.lr: 0.002 (it was 0.001), held-out loss 1.5000 after 8 steps of"),
-        ("lr", {"legs": LEGS[:1], "steps": 16}, 1, "no rate has a finite held-out loss"),
-        ("lr", {"error": "killed by signal 9", "seconds": 1.0}, 1, "killed by signal 9"),
-        ("lr", {"error": "asked", "refused": ["a", "b", "c"]}, 2, "asked: a"),
-    ],
-)
-def test_a_number_is_written(
-    call: Call, monkeypatch: pytest.MonkeyPatch, kind: str, result: Any, code: int, expected: str
-) -> None:
+@pytest.mark.parametrize(("kind", "result", "code", "expected"), [
+    ("batch", NOISE, 0, "the gradient noise scale is 2,250 tokens: batch.tokens: 2304 (it was 512); then race"),
+    ("batch", {**NOISE, "squared": -1.0}, 1, "the gradient cannot be separated from its noise"),
+    ("lr", {"legs": LEGS, "steps": 16}, 0, "optim.lr: 0.002 (it was 0.001), held-out loss 1.5000 after 8 steps of"),
+    ("lr", {"legs": LEGS[:1], "steps": 16}, 1, "no rate has a finite held-out loss"),
+    ("lr", {"error": "killed by signal 9", "seconds": 1.0}, 1, "killed by signal 9"),
+    ("lr", {"error": "asked", "refused": ["a", "b", "c"]}, 2, "asked: a"),
+])  # fmt: skip
+def test_a_number_is_written(call, monkeypatch, kind, result, code, expected):
     requests: list[dict[str, Any]] = []
     monkeypatch.setattr(runner, "run_worker", lambda request, limit_s, module: requests.append(request) or result)
     changes = {"data": {"random": 64, "eval": 0.25}, "batch": {"seq": 64, "tokens": 512, "micro_tokens": 256}}
@@ -162,7 +152,7 @@ def test_a_number_is_written(
         assert Path(f"run.{kind}/{kind}.png").stat().st_size > 1000 and "next: optrush train" in found.out
 
 
-def test_the_folder_of_a_number(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_a_number(call, monkeypatch):
     """States that a killed process left are removed; files of others stay, and refuse the folder."""
     monkeypatch.setattr(runner, "run_worker", lambda request, limit_s, module: NOISE)
     put(Path("run.yaml"), document(data={"random": 64}, batch={"seq": 64, "tokens": 512, "micro_tokens": 256}))
@@ -175,15 +165,11 @@ def test_the_folder_of_a_number(call: Call, monkeypatch: pytest.MonkeyPatch) -> 
     assert refused.code == 2 and "exists and has other files" in refused.err
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--lr"], "no `data.eval`: rates compete for the lowest held-out loss"),
-        (["--lr", "--batch"], "--batch with --lr"),
-        (["--batch", "--dry-run"], "--batch with --dry-run"),
-        (["--lr", "--ranks", "2"], "--lr with --ranks 2"),
-    ],
-)
-def test_refusals_of_numbers(call: Call, flags: list[str], expected: str) -> None:
+@pytest.mark.parametrize(("flags", "expected"), [
+    (["--lr"], "no `data.eval`: rates compete for the lowest held-out loss"),
+    (["--lr", "--batch"], "--batch with --lr"), (["--batch", "--dry-run"], "--batch with --dry-run"),
+    (["--lr", "--ranks", "2"], "--lr with --ranks 2"),
+])  # fmt: skip
+def test_refusals_of_numbers(call, flags, expected):
     found = call("tune", "run.yaml", *flags)
     assert found.code == 2 and expected in found.err, found.err

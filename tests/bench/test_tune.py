@@ -1,11 +1,8 @@
 """`optrush tune`: what is measured, what is refused and why, going on, the budget; one tuning with real processes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +18,30 @@ from optrush.planner.search import Candidate, SearchResult
 from optrush.report import bench
 from optrush.techniques.compile import Compile
 
-from toy import Fakes, Found, document, parsed, put
+from toy import document, parsed, put
 
-Call = Callable[..., Found]
 SETS: list[dict[str, Any]] = [
     {"fused-adamw": {}}, {"fused-loss": {}}, {"recompute": {}}, {"packing": {}}, {"fused-adamw": {}, "fused-loss": {}},
 ]  # fmt: skip
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def planned(monkeypatch):
     """The plan's best settings are SETS, in this order; a process a setting, unless a test takes more."""
     monkeypatch.setattr(tune, "REPEATS", 1)
 
-    def found(config: Any, **_: Any) -> SearchResult:
+    def found(config, **_):
         settings = [config.model_copy(update={"with_": with_}) for with_ in SETS]
         return SearchResult(tuple(Candidate(c.with_, 2, search.predict(c)) for c in settings), 5, ())
 
     monkeypatch.setattr(search, "search", found)
 
 
-def outcomes(found: Found) -> dict[str, str]:
+def outcomes(found):
     return {t["name"]: t["outcome"] for t in json.loads(found.out)["tried"]}
 
 
-def test_the_fastest_setting_that_is_proved_is_written(
-    call: Call, fakes: Fakes, planned: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fastest_setting_that_is_proved_is_written(call, fakes, planned, monkeypatch):
     """A faster one that is wrong, a slow one, one without memory and one that cannot be built are refused."""
     monkeypatch.setattr(tune, "REPEATS", 2)
     fakes.does(
@@ -76,7 +70,7 @@ def test_the_fastest_setting_that_is_proved_is_written(
     assert len(read_records(Path("run.tuned"))) == 7
 
 
-def test_the_configuration_stays_where_nothing_is_faster(call: Call, fakes: Fakes, planned: None) -> None:
+def test_the_configuration_stays_where_nothing_is_faster(call, fakes, planned):
     found = call("tune", "run.yaml", "--with", "fused-loss", "--out", "new.yaml")
     assert found.code == 0, found.err
     assert "the configuration stays unchanged: nothing measured is faster beyond the spread" in found.out
@@ -84,7 +78,7 @@ def test_the_configuration_stays_where_nothing_is_faster(call: Call, fakes: Fake
 
 
 @pytest.mark.parametrize(("does", "code"), [({"fused_adamw": {}}, 0), ({"fused_adamw": {"do": "kill"}}, 1)])
-def test_a_configuration_that_does_not_run(call: Call, fakes: Fakes, planned: None, does: Any, code: int) -> None:
+def test_a_configuration_that_does_not_run(call, fakes, planned, does, code):
     names = ("none", "fused_loss", "recompute", "packing", "fused_adamw__fused_loss")
     fakes.does(**{name: {"do": "kill"} for name in names}, **does)
     found = call("tune", "run.yaml")
@@ -96,7 +90,7 @@ def test_a_configuration_that_does_not_run(call: Call, fakes: Fakes, planned: No
         assert "`setting 1` runs, the original configuration does not, nothing else to prove it" in found.out
 
 
-def test_a_tuning_that_was_stopped_goes_on(call: Call, fakes: Fakes, planned: None) -> None:
+def test_a_tuning_that_was_stopped_goes_on(call, fakes, planned):
     fakes.does(fused_loss={"do": "hang"})
     stop_when_it_hangs(fakes, signal.SIGTERM)
     found = call("tune", "run.yaml")
@@ -117,7 +111,7 @@ def test_a_tuning_that_was_stopped_goes_on(call: Call, fakes: Fakes, planned: No
     assert call("tune", "run.yaml").code == 0 and read_records(Path("run.tuned"))
 
 
-def test_the_budget(call: Call, fakes: Fakes, planned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget(call, fakes, planned, monkeypatch):
     """The configuration is always measured; then what the budget has time for, and more of it with a larger one."""
     found = call("tune", "run.yaml", "--budget", "1s", "--json")
     assert found.code == 0 and fakes.started == ["none", "none"], found.err
@@ -128,16 +122,14 @@ def test_the_budget(call: Call, fakes: Fakes, planned: None, monkeypatch: pytest
     assert fakes.started[:5] == ["fused-adamw", "fused-loss", "recompute", "packing", "fused-adamw fused-loss"]
 
 
-def test_one_long_setting_leaves_time_to_the_others(
-    call: Call, fakes: Fakes, planned: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_long_setting_leaves_time_to_the_others(call, fakes, planned, monkeypatch):
     monkeypatch.setattr(tune.TuneState, "expected_s", lambda _, rung: 1e6 if rung.name == "setting 2" else 1.0)
     found = call("tune", "run.yaml", "--budget", "10m", "--json")
     assert found.code == 0, found.err
     assert [name for name, outcome in outcomes(found).items() if outcome == tune.LATE] == ["setting 2"]
 
 
-def test_a_dry_run_writes_nothing(call: Call, fakes: Fakes, planned: None) -> None:
+def test_a_dry_run_writes_nothing(call, fakes, planned):
     before = sorted(Path().iterdir())
     found = call("tune", "run.yaml", "--dry-run", "--budget", "5m")
     assert found.code == 0, found.err
@@ -145,18 +137,13 @@ def test_a_dry_run_writes_nothing(call: Call, fakes: Fakes, planned: None) -> No
     assert sorted(Path().iterdir()) == before and fakes.started == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--out", "mine.yaml"], "a file not written by optrush tune"),
-        (["--out", "taken.yaml"], "taken exists without tuning records"),
-        (["--out", "new"], "use a name that ends in .yaml"),
-        (["--out", "no/new.yaml"], "no folder no"),
-        (["--budget", "soon"], "write 90s, 10m or 1h"),
-        (["--with", "fusd-loss"], "no such technique"),
-    ],
-)
-def test_refusals(call: Call, fakes: Fakes, flags: list[str], said: str) -> None:
+@pytest.mark.parametrize(("flags", "said"), [
+    (["--out", "mine.yaml"], "a file not written by optrush tune"),
+    (["--out", "taken.yaml"], "taken exists without tuning records"),
+    (["--out", "new"], "use a name that ends in .yaml"), (["--out", "no/new.yaml"], "no folder no"),
+    (["--budget", "soon"], "write 90s, 10m or 1h"), (["--with", "fusd-loss"], "no such technique"),
+])  # fmt: skip
+def test_refusals(call, fakes, flags, said):
     Path("mine.yaml").write_text("mine: 1\n")
     Path("taken").mkdir()
     Path("taken/mine").touch()
@@ -165,18 +152,12 @@ def test_refusals(call: Call, fakes: Fakes, flags: list[str], said: str) -> None
     assert fakes.started == [] and Path("mine.yaml").read_text() == "mine: 1\n"
 
 
-def test_what_a_run_learns_stays() -> None:
+def test_what_a_run_learns_stays():
     """Techniques of other maths are in every setting as written, and none is added; the plain baseline has no other."""
-    config = parsed(
-        **{
-            "with": {
-                "bf16": {"rounding": "kahan"},
-                "lora": {"rank": 4, "dropout": 0.1},
-                "recompute": {"every": 2},
-                "neftune": {"alpha": 3.0},
-            }
-        }
-    )
+    config = parsed(**{"with": {
+        "bf16": {"rounding": "kahan"}, "lora": {"rank": 4, "dropout": 0.1}, "recompute": {"every": 2},
+        "neftune": {"alpha": 3.0},
+    }})  # fmt: skip
     rungs, notes = tune.plan_rungs(config)
     learnt = {"bf16": {"rounding": "kahan"}, "lora": {"rank": 4, "dropout": 0.0}}
     assert [r.name for r in rungs[:2]] == ["plain baseline", "as it is"] and len(rungs) > 3 and not notes
@@ -192,7 +173,7 @@ def test_what_a_run_learns_stays() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_tuning(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_tuning(call, monkeypatch):
     """The largest step, the proof and timed steps, in a process of the configuration, the plain one, and of a setting.
 
     What is held out is rehearsed, and not evaluated.

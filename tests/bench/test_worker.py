@@ -1,34 +1,30 @@
 """What one process measures: the proof's documents, batches and steps, and the state that timing begins with."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from optrush.benchmark import record, results, worker
 from optrush.benchmark.worker import sketch
-from optrush.config import Config
 from optrush.data.schema import Document
 from optrush.decide import decide
 from optrush.planner.cost import PARTS
 from optrush.report.bench import GAPS
 from optrush.technique import Part
-from optrush.trainer.trainer import RunPlan, Trainer
+from optrush.trainer.trainer import RunPlan
 
 from toy import parsed as run
 
 
-def job_of(of: Config) -> Trainer:
+def job_of(of):
     from optrush.trainer.build import build
 
     return build(decide(of))
 
 
-def proof_of(of: Config, baseline: Config, count: int = 3, steps: int = 3) -> tuple[Trainer, dict[str, Any]]:
+def proof_of(of, baseline, count=3, steps=3):
     trainer = job_of(of)
     documents = worker.first_documents(trainer, decide(of), baseline, count)
     widest = RunPlan(trainer, trainer.stream.plan(None, 3)).length.widest
@@ -36,7 +32,7 @@ def proof_of(of: Config, baseline: Config, count: int = 3, steps: int = 3) -> tu
     return trainer, worker.proof_losses(trainer, laid, steps)
 
 
-def test_the_proof_is_the_same_in_every_layout() -> None:
+def test_the_proof_is_the_same_in_every_layout():
     """Micro-batches of one, two and eight rows, longer rows, packed rows: the same documents, the same losses."""
     base = run(batch={"seq": 64, "tokens": 64})
     _, wanted = proof_of(base, base)
@@ -55,7 +51,7 @@ def test_the_proof_is_the_same_in_every_layout() -> None:
     assert wanted["losses"][0] > wanted["losses"][-1]  # it learns
 
 
-def test_stages_of_a_pipeline_get_whole_windows() -> None:
+def test_stages_of_a_pipeline_get_whole_windows():
     """Fewer micro-batches than stages are no window: empty ones fill it up."""
     base = run(batch={"seq": 64, "tokens": 256, "micro_tokens": 64})
     trainer = job_of(base)
@@ -67,7 +63,7 @@ def test_stages_of_a_pipeline_get_whole_windows() -> None:
     assert [b.n_tokens > 0 for b in laid] == [True, False, False, False]
 
 
-def test_the_proofs_gradient_is_the_first() -> None:
+def test_the_proofs_gradient_is_the_first():
     """Of the weights as they begin; in bf16 later ones differ by what is rounded away."""
     base = run()
     trainer = job_of(base)
@@ -76,7 +72,7 @@ def test_the_proofs_gradient_is_the_first() -> None:
     assert worker.proof_losses(job_of(base), laid, 3)["gradient"] == sketch(trainer)
 
 
-def test_timing_begins_where_the_proof_began() -> None:
+def test_timing_begins_where_the_proof_began():
     base = run(**{"with": {"amp": {"dtype": "fp16"}, "fused-adamw": {}}})
     trainer = job_of(base)
     start = worker.InitialState(trainer)
@@ -92,7 +88,7 @@ def test_timing_begins_where_the_proof_began() -> None:
     assert trainer.state["amp"].save() == kept and trainer.scale.item() == kept["scale"]
 
 
-def test_the_same_batches_as_training_has() -> None:
+def test_the_same_batches_as_training_has():
     """Compiled code must not see another shape in the proof than in the timed steps."""
     base = run(**{"with": {"packing": {}}, "batch": {"seq": 128, "tokens": 256, "micro_tokens": 256}})
     trainer = job_of(base)
@@ -109,7 +105,7 @@ def test_the_same_batches_as_training_has() -> None:
     assert sum(b.n_tokens for b in crowded) == 30
 
 
-def test_documents_are_the_baselines() -> None:
+def test_documents_are_the_baselines():
     base, longer = run(), run(batch={"seq": 128, "tokens": 128})
     trainer = job_of(longer)
     found = worker.first_documents(trainer, decide(longer), base, 2)
@@ -122,7 +118,7 @@ def test_documents_are_the_baselines() -> None:
     assert note == "no proof: the baseline's documents have up to 128 tokens, a row here has 64"
 
 
-def test_a_model_that_drops_at_random_proves_nothing() -> None:
+def test_a_model_that_drops_at_random_proves_nothing():
     base = run(model={"path": "toy", "implementation": "transformers"})
     trainer = job_of(base)
     trainer.model.config.attention_dropout = 0.1  # type: ignore[union-attr]
@@ -130,7 +126,7 @@ def test_a_model_that_drops_at_random_proves_nothing() -> None:
     assert note is not None and "attention_dropout" in note
 
 
-def test_a_measurement() -> None:
+def test_a_measurement():
     """With a proof and parts; without a warm-up, steps compile and have no parts."""
     base = run()
     found = worker.measure(base, base, warmup=1, proof_steps=2, proof_documents=2)
@@ -147,7 +143,7 @@ def test_a_measurement() -> None:
     assert not Path("never-written").exists()
 
 
-def test_documents_of_several_micro_batches_prove_nothing_of_who_updates_in_each() -> None:
+def test_documents_of_several_micro_batches_prove_nothing_of_who_updates_in_each():
     alone = {"seq": 64, "tokens": 64, "micro_tokens": 64}
     one = run(batch=alone, optim={"clip": None}, **{"with": {"fused-adamw": {}, "update-in-backward": {}}})
     found = worker.measure(one, one, warmup=0, proof_steps=2, proof_documents=2)
@@ -160,7 +156,7 @@ def test_documents_of_several_micro_batches_prove_nothing_of_who_updates_in_each
     assert proved["losses"] == pytest.approx(found["losses"], rel=1e-6), "the proof leaves nothing behind"
 
 
-def test_out_of_memory_is_said() -> None:
+def test_out_of_memory_is_said():
     for error in (
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory"),
@@ -170,7 +166,7 @@ def test_out_of_memory_is_said() -> None:
     assert record.describe_error(error_of(ValueError("no"))).startswith("ValueError: no (test_worker.py:")
 
 
-def error_of(error: Exception) -> Exception:
+def error_of(error):
     try:
         raise error
     except Exception as raised:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import optrush
 from calls import Found as Found
 from optrush.config import Config, parse_config
 
+Call = Callable[..., Found]
 D, F, L, H, K, V = 64, 256, 4, 4, 2, 128
 
 
@@ -51,14 +53,10 @@ def write_model(folder: Path) -> None:
 def document(**changes: Any) -> dict[str, Any]:
     """A run that works, as the YAML's values."""
     run = {
-        "model": "toy",
-        "objective": "pretrain",
-        "data": {"random": 256},
+        "model": "toy", "objective": "pretrain", "data": {"random": 256},
         "batch": {"seq": 64, "tokens": 128, "micro_tokens": 128},
-        "optim": {"lr": 1e-3, "schedule": "constant", "warmup": 0},
-        "with": {},
-        "output": "never-written",
-    }
+        "optim": {"lr": 1e-3, "schedule": "constant", "warmup": 0}, "with": {}, "output": "never-written",
+    }  # fmt: skip
     return {**run, **changes}
 
 
@@ -209,11 +207,9 @@ class {cls}(Technique):
         return 1
 '''
 BODIES = {
-    "sound": "trainer.loss = lambda batch: inner(batch)",
-    "scaled": "trainer.loss = lambda batch: inner(batch) * 1.05",
-    "divisor": "trainer.forward_backward = halved",
-    "late": "trainer.forward_backward = idle",
-}
+    "sound": "trainer.loss = lambda batch: inner(batch)", "scaled": "trainer.loss = lambda batch: inner(batch) * 1.05",
+    "divisor": "trainer.forward_backward = halved", "late": "trainer.forward_backward = idle",
+}  # fmt: skip
 HALVED = """def halved(batches, terms):
             loss = window(batches, terms)
             for t in trainer.trained:

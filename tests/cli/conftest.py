@@ -15,6 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported
 import pytest
 import torch
 import yaml
+from trained import run
 
 from calls import call as call
 from optrush.models import tiny
@@ -74,6 +75,12 @@ def write(here: Path) -> Callable[..., str]:
         return "run.yaml"
 
     return written
+
+
+@pytest.fixture
+def trained(cache: Path) -> Path:
+    """The folder of a finished run; shared, so nobody writes there."""
+    return run(cache)
 
 
 @pytest.fixture

@@ -1,28 +1,20 @@
 """A chat format for a base model, from outside: `model.add_tokens` with `chat_template: chatml`."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from test_eval_cli import plain
-from test_wrong_input import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from clirun import Found, metrics, write_rows
+from clirun import metrics, refused, write_rows
 
-Call = Callable[..., Found]
-Write = Callable[..., str]
 TOKENS = ["<|im_start|>", "<|im_end|>"]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+def base(tmp_path_factory, cache):
     """The tiny model as a base model: its tokenizer has no ChatML, its embedding a row for each token and no other."""
     folder = tmp_path_factory.mktemp("base")
     tiny = cache / "optrush" / "tiny-1"
@@ -38,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 
 
 @pytest.fixture
-def changes(base: Path) -> dict[str, Any]:
+def changes(base):
     """What makes it one that chats."""
     return {
         "model": {"path": str(base), "add_tokens": TOKENS, "chat_template": "chatml"},
@@ -46,7 +38,7 @@ def changes(base: Path) -> dict[str, Any]:
     }
 
 
-def test_a_base_model_becomes_a_chat_model(call: Call, write: Write, here: Path, changes: dict[str, Any]) -> None:
+def test_a_base_model_becomes_a_chat_model(call, write, here, changes):
     rows = [json.loads(line) for line in (here / "chat.jsonl").read_text().splitlines()]
     write_rows(here / "held.jsonl", rows[:4])
     write_rows(here / "chat.jsonl", rows[4:])
@@ -74,7 +66,7 @@ def test_a_base_model_becomes_a_chat_model(call: Call, write: Write, here: Path,
     assert wide["peak_bytes"] > narrow["peak_bytes"]
 
 
-def test_resuming_wants_the_same_tokens(call: Call, write: Write, here: Path, changes: dict[str, Any]) -> None:
+def test_resuming_wants_the_same_tokens(call, write, here, changes):
     assert call("train", write(**changes)).code == 0
     more = [*TOKENS, "<|tool|>"]
     longer = ["--set", "train.steps=4", "--resume", "auto"]
@@ -84,26 +76,20 @@ def test_resuming_wants_the_same_tokens(call: Call, write: Write, here: Path, ch
     assert found.code == 0, found.err
 
 
-def test_chatml_without_its_tokens(call: Call, write: Write, changes: dict[str, Any]) -> None:
+def test_chatml_without_its_tokens(call, write, changes):
     says = ("`model.chat_template: chatml`", "no special token <|im_start|> and no <|im_end|>", "add_tokens: [")
     refused(call("train", write(**changes), "--set", "model.add_tokens=[]"), *says)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "says"),
-    [
-        ('["<a> "]', ("white space", "remove it")),
-        ('["in"]', ("a word of this tokenizer's vocabulary", "<|im_start|>")),
-        ("[7]", ("`model.add_tokens.0`", "7", "give text")),
-    ],
-)
-def test_tokens_that_are_refused(
-    call: Call, write: Write, changes: dict[str, Any], tokens: str, says: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(("tokens", "says"), [
+    ('["<a> "]', ("white space", "remove it")), ('["in"]', ("a word of this tokenizer's vocabulary", "<|im_start|>")),
+    ("[7]", ("`model.add_tokens.0`", "7", "give text")),
+])  # fmt: skip
+def test_tokens_that_are_refused(call, write, changes, tokens, says):
     refused(call("train", write(**changes), "--set", f"model.add_tokens={tokens}"), *says)
 
 
-def test_the_published_generation_config_is_kept(call: Call, write: Write, here: Path, model: Path) -> None:
+def test_the_published_generation_config_is_kept(call, write, here, model):
     """With a template: eos gets the end of a turn beside those it had. Without one: the very file."""
     assert call("train", write(train={"epochs": None, "steps": 1}), "--set", "output=a").code == 0
     name = "generation_config.json"

@@ -1,9 +1,6 @@
 """`optrush calibrate` as a user and as a program call it, and the plan that follows."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,22 +10,17 @@ from optrush.cli.options import read_run
 from optrush.planner import calibration
 from optrush.planner.search import predict
 
-from clirun import Found
-
-Call = Callable[..., Found]
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture(autouse=True)
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kept(tmp_path, monkeypatch):
     """Where calibrations go here."""
     monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "own"))
     return tmp_path / "own" / "calibrations"
 
 
-def test_for_people_and_for_the_plan(
-    call: Call, write: Callable[..., str], kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_for_people_and_for_the_plan(call, write, kept, monkeypatch):
     run = write()
     before = predict(read_run(Path(run), [], [], []), "cpu")
     assert before.basis == "datasheet"
@@ -53,7 +45,7 @@ def test_for_people_and_for_the_plan(
     assert "basis: calibrated" in dry and "rates: measured on 2" in dry
 
 
-def test_for_programs(call: Call, write: Callable[..., str], here: Path, kept: Path) -> None:
+def test_for_programs(call, write, here, kept):
     out = here / "mine.json"
     arguments = (write(), "--set", "batch.seq=32", "--set", "batch.tokens=64", "--seconds", "1")
     found = call("calibrate", *arguments, "--json", "--out", str(out))
@@ -66,7 +58,7 @@ def test_for_programs(call: Call, write: Callable[..., str], here: Path, kept: P
     assert calibration.read_calibration(out).seconds == 1.0
 
 
-def test_a_measured_file_can_be_carried_elsewhere(write: Callable[..., str], kept: Path) -> None:
+def test_a_measured_file_can_be_carried_elsewhere(write, kept):
     """By its contents, whatever it is called: the name of the device in it decides."""
     kept.mkdir(parents=True)
     (kept / "from the other machine.json").write_text((RESULTS / "h200-calibration.json").read_text())
@@ -74,20 +66,18 @@ def test_a_measured_file_can_be_carried_elsewhere(write: Callable[..., str], kep
     assert predict(config, "h200").basis == "calibrated" and predict(config, "cpu").basis == "datasheet"
 
 
-def refused(call: Call, *arguments: str) -> str:
+def refused(call, *arguments):
     found = call(*arguments)
     assert found.code == 2, found.out + found.err
     assert [line.split(":")[0] for line in found.err.splitlines()[-3:]] == ["asked", "found", "do"]
     return found.err
 
 
-def never(*_: object, **__: object) -> None:
+def never(*_, **__):
     raise AssertionError("measured")
 
 
-def test_refusals_before_a_minute_is_spent(
-    call: Call, write: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals_before_a_minute_is_spent(call, write, here, monkeypatch):
     monkeypatch.setattr("optrush.planner.calibrate.measure_rates", never)
     (here / "there.json").write_text("mine")
     assert "this file exists" in refused(call, "calibrate", "--out", "there.json")
@@ -103,17 +93,17 @@ def test_refusals_before_a_minute_is_spent(
     assert "$OPTRUSH_CACHE" in refused(call, "calibrate")
 
 
-def test_one_process(start: Callable[..., Found]) -> None:
+def test_one_process(start):
     found = start("calibrate", RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     assert found.code == 2 and "start it alone" in found.err
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "101", "x"])
-def test_at_most_two_minutes(call: Call, seconds: str) -> None:
+def test_at_most_two_minutes(call, seconds):
     assert call("calibrate", "--seconds", seconds).code == 2
 
 
-def test_a_damaged_one_is_named(call: Call, write: Callable[..., str], kept: Path) -> None:
+def test_a_damaged_one_is_named(call, write, kept):
     kept.mkdir(parents=True)
     (kept / "bad.json").write_text("{")
     run = write(batch={"micro_tokens": 128})

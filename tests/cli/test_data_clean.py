@@ -1,7 +1,5 @@
 """`optrush data clean`: what it writes and keeps its hands off, its record, its page, and a kill in the middle."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -13,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,15 +19,14 @@ import pytest
 
 from meshes import further
 
-from clirun import Found, write_rows
+from clirun import write_rows
 from trials import alive
 
-Call = Callable[..., Found]
 EVIL = "<script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
 
 
 @pytest.fixture
-def recipes(here: Path) -> Path:
+def recipes(here):
     """Seven rows: of these the third is too short, the fourth has too few of its items, the fifth is the first."""
     said = "Chop the onions, fry them in butter, stir, add stock and herbs, simmer for an hour, then serve it hot"
     rows = [
@@ -50,11 +46,11 @@ FLAGS = (
 )  # fmt: skip
 
 
-def flags(*more: str) -> list[str]:
+def flags(*more):
     return [part for flag in (*FLAGS, *more) for part in ("--set", f"data.clean.{flag}")]
 
 
-def test_what_is_written(call: Call, recipes: Path, here: Path) -> None:
+def test_what_is_written(call, recipes, here):
     done = call("data", "clean", "recipes.jsonl", "--out", "out", *flags())
     assert done.code == 0, done.err
     assert "2 of 7 rows stay: out/rows.jsonl, out/cleaning.html" in done.out
@@ -72,7 +68,7 @@ def test_what_is_written(call: Call, recipes: Path, here: Path) -> None:
     assert record["output"]["rows.jsonl"]["bytes"] == len(lines[0] + lines[1])
 
 
-def test_by_a_runs_yaml(call: Call, recipes: Path, write: Callable[..., str]) -> None:
+def test_by_a_runs_yaml(call, recipes, write):
     settings = {"chars": [10, None], "exact_duplicates": True}
     config = write(data={"path": "recipes.jsonl", "clean": settings})
     done = call("data", "clean", config, "--out", "out", "--set", "data.clean.chars=[60,null]")
@@ -80,7 +76,7 @@ def test_by_a_runs_yaml(call: Call, recipes: Path, write: Callable[..., str]) ->
     assert json.loads(Path("out/cleaning.json").read_text())["settings"]["chars"] == [60.0, None]
 
 
-def test_what_lies_in_the_cache_of_the_hub(call: Call, recipes: Path, here: Path) -> None:
+def test_what_lies_in_the_cache_of_the_hub(call, recipes, here):
     """Rows of one data set of the hub, and another to decontaminate against; neither is fetched again."""
     hub = here / "store" / "hub"
     hub.mkdir(parents=True)
@@ -93,7 +89,7 @@ def test_what_lies_in_the_cache_of_the_hub(call: Call, recipes: Path, here: Path
     assert json.loads(Path("out/cleaning.json").read_text())["filters"][0]["taken"] == 1
 
 
-def test_tokens_by_a_model(call: Call, recipes: Path) -> None:
+def test_tokens_by_a_model(call, recipes):
     done = call("data", "clean", "recipes.jsonl", "--out", "out", "--set", "data.clean.tokens=[12,null]")
     assert done.code == 2 and "found: no tokenizer" in done.err
     assert not Path("out").exists() and not Path("out.tmp").exists()
@@ -104,7 +100,7 @@ def test_tokens_by_a_model(call: Call, recipes: Path) -> None:
     assert call("data", "clean", "--check", "out").code == 0
 
 
-def test_quarantine(call: Call, recipes: Path) -> None:
+def test_quarantine(call, recipes):
     with recipes.open("a") as file:
         file.write("not json\n")
     done = call("data", "clean", "recipes.jsonl", "--out", "out", *flags())
@@ -121,7 +117,7 @@ def test_quarantine(call: Call, recipes: Path) -> None:
 # --- folders
 
 
-def test_its_own_folder_is_replaced_and_no_other(call: Call, recipes: Path) -> None:
+def test_its_own_folder_is_replaced_and_no_other(call, recipes):
     assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
     assert call("data", "clean", "recipes.jsonl", "--out", "out", "--set", "data.clean.chars=[10,null]").code == 0
     assert len(json.loads(Path("out/cleaning.json").read_text())["filters"]) == 1
@@ -134,7 +130,7 @@ def test_its_own_folder_is_replaced_and_no_other(call: Call, recipes: Path) -> N
     assert done.code == 2 and "recipes.jsonl is not a folder" in done.err
 
 
-def test_what_is_read_is_not_written_over(call: Call, recipes: Path) -> None:
+def test_what_is_read_is_not_written_over(call, recipes):
     assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
     done = call("data", "clean", "out/rows.jsonl", "--out", "out", *flags())
     assert done.code == 2 and "the folder of the input out/rows.jsonl" in done.err
@@ -154,7 +150,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_without_filters_bad_rows_are_listed(call: Call, here: Path, name: str) -> None:
+def test_without_filters_bad_rows_are_listed(call, here, name):
     """All of them, by file and line, with their number; nothing is written."""
     content, bad, rows = BAD_FILES[name]
     (here / name).write_bytes(content)
@@ -174,7 +170,7 @@ def test_without_filters_bad_rows_are_listed(call: Call, here: Path, name: str) 
     assert sorted(os.listdir(here)) == before
 
 
-def test_bad_rows_of_a_run(call: Call, here: Path, write: Callable[..., str]) -> None:
+def test_bad_rows_of_a_run(call, here, write):
     """By the objective and the columns of its YAML."""
     (here / "rows.jsonl").write_text('{"q": "a", "a": "b"}\n{"q": "a"}\n')
     config = write(data={"path": "rows.jsonl", "columns": {"q": "prompt", "a": "completion"}}, objective="sft")
@@ -182,21 +178,17 @@ def test_bad_rows_of_a_run(call: Call, here: Path, write: Callable[..., str]) ->
     assert done.code == 2 and done.out.startswith("rows.jsonl:2: ") and "1 of 2 rows are bad" in done.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["recipes.jsonl", "--set", "data.clean.chars=[1,9]"], "no folder to write"),
-        (["--out", "out"], "nothing to clean"),
-        (["recipes.jsonl", "--out", "out"], "no `data.clean`"),
-        (["run.yaml", "recipes.jsonl", "--out", "out"], "another source is run.yaml"),
-        (["recipes.jsonl", "--check", "out"], "something to clean with it"),
-        (["--check", "nowhere"], "cleaning.json: No such file or directory"),
-        (["recipes.jsonl", "--out", "out", "--set", "data.clean.chars=[9,1]"], "the minimum exceeds the maximum"),
-        (["recipes.jsonl", "--out", "out", "--set", "data.clean.char=1"], "did you mean `chars`?"),
-        (["nowhere.jsonl", "--out", "out", "--set", "data.clean.chars=[1,9]"], "no such file"),
-    ],
-)
-def test_wrong_input(call: Call, recipes: Path, arguments: list[str], said: str) -> None:
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["recipes.jsonl", "--set", "data.clean.chars=[1,9]"], "no folder to write"),
+    (["--out", "out"], "nothing to clean"), (["recipes.jsonl", "--out", "out"], "no `data.clean`"),
+    (["run.yaml", "recipes.jsonl", "--out", "out"], "another source is run.yaml"),
+    (["recipes.jsonl", "--check", "out"], "something to clean with it"),
+    (["--check", "nowhere"], "cleaning.json: No such file or directory"),
+    (["recipes.jsonl", "--out", "out", "--set", "data.clean.chars=[9,1]"], "the minimum exceeds the maximum"),
+    (["recipes.jsonl", "--out", "out", "--set", "data.clean.char=1"], "did you mean `chars`?"),
+    (["nowhere.jsonl", "--out", "out", "--set", "data.clean.chars=[1,9]"], "no such file"),
+])  # fmt: skip
+def test_wrong_input(call, recipes, arguments, said):
     done = call("data", "clean", *arguments)
     assert done.code == 2 and said in done.err, done.err
     assert "Traceback" not in done.err and not Path("out").exists() and not Path("out.tmp").exists()
@@ -205,7 +197,7 @@ def test_wrong_input(call: Call, recipes: Path, arguments: list[str], said: str)
 # --- the record
 
 
-def test_cleaned_again_it_is_the_same(call: Call, recipes: Path) -> None:
+def test_cleaned_again_it_is_the_same(call, recipes):
     assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
     before = {name: Path("out", name).read_bytes() for name in os.listdir("out")}
     done = call("data", "clean", "--check", "out")
@@ -214,7 +206,7 @@ def test_cleaned_again_it_is_the_same(call: Call, recipes: Path) -> None:
     assert {name: Path("out", name).read_bytes() for name in os.listdir("out")} == before
 
 
-def test_a_check_finds_a_changed_file_and_a_damaged_record(call: Call, recipes: Path) -> None:
+def test_a_check_finds_a_changed_file_and_a_damaged_record(call, recipes):
     done = call("data", "clean", "recipes.jsonl", "--out", "out", "--json", *flags())
     assert json.loads(done.out) == json.loads(Path("out/cleaning.json").read_text())
     for changed in ("out/removed.jsonl", "out/rows.jsonl", "recipes.jsonl"):  # the last one changed is met first
@@ -228,7 +220,7 @@ def test_a_check_finds_a_changed_file_and_a_damaged_record(call: Call, recipes: 
         assert done.code == 2 and "name a folder that `optrush data clean` wrote" in done.err
 
 
-def test_a_check_finds_other_bytes(call: Call, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_finds_other_bytes(call, recipes, monkeypatch):
     from optrush.data import cleaning
 
     assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
@@ -242,7 +234,7 @@ def test_a_check_finds_other_bytes(call: Call, recipes: Path, monkeypatch: pytes
 # --- the page
 
 
-def test_the_page(call: Call, recipes: Path, here: Path) -> None:
+def test_the_page(call, recipes, here):
     """Nothing of a row becomes markup, nothing is fetched, and every filter is there."""
     assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
     page = Path("out/cleaning.html").read_text()
@@ -278,7 +270,7 @@ main()
 
 
 @pytest.mark.parametrize("moment", further(["workers measure", "workers begin"], 1))
-def test_killed_in_the_middle(call: Call, here: Path, moment: str) -> None:
+def test_killed_in_the_middle(call, here, moment):
     """No folder of that name is there, no process is left, and the next run begins anew."""
     with (here / "many.jsonl").open("w") as file:
         words = [" ".join(f"w{(i * 31 + k * k) % 9973}" for k in range(99)) for i in range(997)]
@@ -318,7 +310,7 @@ def test_killed_in_the_middle(call: Call, here: Path, moment: str) -> None:
     assert not Path("out.tmp").exists()
 
 
-def test_two_at_once(call: Call, recipes: Path) -> None:
+def test_two_at_once(call, recipes):
     Path("out.tmp").mkdir()
     held = os.open("out.tmp", os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -328,10 +320,10 @@ def test_two_at_once(call: Call, recipes: Path) -> None:
     assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
 
 
-def test_a_full_disk(call: Call, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(call, recipes, monkeypatch):
     from optrush.data import cleaning
 
-    def full(_: object) -> bytes:
+    def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cleaning, "_line", full)
@@ -340,7 +332,7 @@ def test_a_full_disk(call: Call, recipes: Path, monkeypatch: pytest.MonkeyPatch)
     assert not Path("out").exists() and not Path("out.tmp").exists()
 
 
-def _children(parent: int) -> list[int]:
+def _children(parent):
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,12 +1,9 @@
 """`optrush data show`, `optrush data pack`: samples told from the ids that training gets, and nothing left behind."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +14,28 @@ from transformers import AutoTokenizer
 from optrush.cli import data
 from optrush.data.preview import BORDER, CLOSE, CLOSE_SPECIAL, OPEN, OPEN_SPECIAL
 
-from clirun import Found, write_rows
+from clirun import document_of, write_rows
 
-Call = Callable[..., Found]
-Write = Callable[..., str]
+told = document_of("data")
+
 MARKED = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
 HEAD = re.compile(r"^── sample (\d+) · (\S+) · (\d+) tokens, (\d+) learnt$", re.MULTILINE)
 
 
-def shown(call: Call, *arguments: str) -> str:
+def shown(call, *arguments):
     found = call("data", "show", *arguments)
     assert found.code == 0, found.err
     return found.out
 
 
-def told(call: Call, verb: str, *arguments: str) -> dict[str, Any]:
-    """The one JSON document on standard output."""
-    found = call("data", verb, *arguments, "--json")
-    assert found.code == 0, found.err
-    assert found.out.count("\n") == 1
-    return dict(json.loads(found.out))
-
-
-def text(pieces: list[dict[str, Any]]) -> str:
+def text(pieces):
     return "".join(p["text"] for p in pieces)
 
 
 # --- the samples
 
 
-def test_samples_with_their_places(call: Call, write: Write, here: Path, model: Path) -> None:
+def test_samples_with_their_places(call, write, here, model):
     """What is learnt is the assistant's words and their end; the text is the template's; the place is the row's."""
     rows = [json.loads(line) for line in (here / "chat.jsonl").read_text().splitlines()]
     samples = told(call, "show", write(data={"eval": None}), "--rows", "3", "--from", "2")["samples"]
@@ -64,10 +53,8 @@ def test_samples_with_their_places(call: Call, write: Write, here: Path, model: 
         assert document["tokens"] == sum(len(p["ids"]) for p in pieces)
 
 
-def test_nothing_is_written_and_no_model_is_made(
-    call: Call, write: Write, here: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never(*_: object, **__: object) -> None:
+def test_nothing_is_written_and_no_model_is_made(call, write, here, cache, monkeypatch):
+    def never(*_, **__):
         raise AssertionError("a model")
 
     monkeypatch.setattr(torch.nn.Module, "__init__", never)
@@ -77,7 +64,7 @@ def test_nothing_is_written_and_no_model_is_made(
     assert {(p, p.stat().st_mtime_ns) for f in (here, cache) for p in f.rglob("*")} == before
 
 
-def test_marks_off_a_terminal(call: Call, write: Write) -> None:
+def test_marks_off_a_terminal(call, write):
     out = shown(call, write(data={"eval": None}))
     assert "\x1b" not in out
     assert [m[0] for m in HEAD.findall(out)] == ["0", "1", "2", "3", "4"]
@@ -88,14 +75,14 @@ def test_marks_off_a_terminal(call: Call, write: Write) -> None:
     assert re.search(r"^12 samples of \d+ to \d+ tokens, median .* learnt; \d+ longer than T = 128", out, re.MULTILINE)
 
 
-def test_token_borders(call: Call, write: Write) -> None:
+def test_token_borders(call, write):
     """As many borders as there are tokens but one, for text whose characters are a token or more each."""
     out = shown(call, write(data={"eval": None}), "--tokens", "--rows", "1")
     body = out[out.index("── sample") : out.index("12 samples of")]
     assert body.count(BORDER) == int(HEAD.findall(out)[0][2]) - 1
 
 
-def test_colours_on_a_terminal(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_on_a_terminal(call, write, monkeypatch):
     """Colours instead of marks; each line closes what it opens."""
     monkeypatch.setattr("optrush.console.use_color", lambda: True)
     out = shown(call, write(data={"eval": None}))
@@ -111,7 +98,7 @@ def test_colours_on_a_terminal(call: Call, write: Write, monkeypatch: pytest.Mon
 HOSTILE = "a\x1b[31mred\x07\x9b2J ⟦b⟧⟪s⟫╎ \u202ec\ttab\nend"
 
 
-def test_what_data_holds_does_not_reach_the_terminal(call: Call, write: Write, here: Path) -> None:
+def test_what_data_holds_does_not_reach_the_terminal(call, write, here):
     """Neither from a row nor from a file's name, in colour or without."""
     name = "odd\x1b[31m\n.jsonl"
     write_rows(here / name, [{"text": HOSTILE}])
@@ -125,7 +112,7 @@ def test_what_data_holds_does_not_reach_the_terminal(call: Call, write: Write, h
     assert body.count(OPEN) == body.count(CLOSE) == 1
 
 
-def test_a_terminal_without_our_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_without_our_marks(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     data._print(f"{OPEN}é")
@@ -133,7 +120,7 @@ def test_a_terminal_without_our_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written.getvalue() == b"\\u27e6\\xe9\n"
 
 
-def test_random_is_the_order_of_the_run(call: Call, write: Write) -> None:
+def test_random_is_the_order_of_the_run(call, write):
     config = write(data={"eval": None})
     order = [s["sample"] for s in told(call, "show", config, "--random", "--rows", "99")["samples"]]
     assert sorted(order) == list(range(12)) != order
@@ -142,13 +129,13 @@ def test_random_is_the_order_of_the_run(call: Call, write: Write) -> None:
     assert [s["sample"] for s in other] != order
 
 
-def test_what_is_held_out_is_not_shown(call: Call, write: Write) -> None:
+def test_what_is_held_out_is_not_shown(call, write):
     facts = told(call, "show", write(data={"eval": 0.25}), "--rows", "99")
     assert len(facts["samples"]) == 9 and "held out" in facts["summary"]
 
 
 @pytest.mark.parametrize("how", ["error", "split", "drop", "truncate"])
-def test_a_sample_that_is_longer_than_a_row(how: str, call: Call, write: Write, here: Path) -> None:
+def test_a_sample_that_is_longer_than_a_row(how, call, write, here):
     """It is shown whole and said to be longer, whatever training does with it."""
     write_rows(here / "long.jsonl", [{"text": "Stir and wait. " * 500}, {"text": "Taste."}])
     config = write(data={"path": "long.jsonl", "eval": None, "too_long": how})
@@ -171,7 +158,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("objective", sorted(TEXTS))
-def test_every_objective(objective: str, call: Call, write: Write, here: Path) -> None:
+def test_every_objective(objective, call, write, here):
     write_rows(here / "rows.jsonl", TEXTS[objective])
     facts = told(call, "show", write(objective=objective, data={"path": "rows.jsonl", "eval": None}))
     assert len(facts["samples"]) == 4 and facts["objective"] == objective
@@ -181,7 +168,7 @@ def test_every_objective(objective: str, call: Call, write: Write, here: Path) -
     assert "soups?" not in learnt[0]
 
 
-def test_pairs_are_shown_together(call: Call, write: Write, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_are_shown_together(call, write, here, monkeypatch):
     monkeypatch.setattr("optrush.data.samples.Maker.suits", lambda *_: None)
     rows = [{"prompt": f"{i} soups? ", "chosen": "Yes, two.", "rejected": "No."} for i in range(4)]
     write_rows(here / "pairs.jsonl", rows)
@@ -200,7 +187,7 @@ def test_pairs_are_shown_together(call: Call, write: Write, here: Path, monkeypa
 
 
 @pytest.mark.parametrize("layout", ["pad", "sort-by-length", "wrap", "packing"])
-def test_rows_of_the_run(layout: str, call: Call, write: Write) -> None:
+def test_rows_of_the_run(layout, call, write):
     """As the dry run's first step: every token of a row in a sample of it, no row longer than T."""
     config = write(data={"eval": None}, with_={layout: {}})
     rows = told(call, "show", config, "--packed", "--rows", "99")["rows"]
@@ -215,7 +202,7 @@ def test_rows_of_the_run(layout: str, call: Call, write: Write) -> None:
     assert part == rows[1:3]
 
 
-def test_rows_as_text(call: Call, write: Write) -> None:
+def test_rows_as_text(call, write):
     """A line over each row, and one over each document in it: where documents meet is to be seen."""
     out = shown(call, write(data={"eval": None}), "--packed", "--rows", "2")
     heads = re.findall(r"^══ row (\d+) · (\d+) samples? · (\d+) of 128 slots$", out, re.MULTILINE)
@@ -225,7 +212,7 @@ def test_rows_as_text(call: Call, write: Write) -> None:
 # --- pack
 
 
-def test_pack(call: Call, write: Write) -> None:
+def test_pack(call, write):
     """What was read, and each layout; data this small is not cached, and that is said."""
     config = write(data={"eval": 0.25})
     facts = told(call, "pack", config)
@@ -241,7 +228,7 @@ def test_pack(call: Call, write: Write) -> None:
     assert "cache not needed" in out
 
 
-def test_pack_fills_the_cache(call: Call, write: Write, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_fills_the_cache(call, write, here, monkeypatch):
     """The folder and bytes are those on the disk, and a second call finds them."""
     monkeypatch.setattr("optrush.data.tokenize.CHUNK_bytes", 100)
     facts = told(call, "pack", write(data={"eval": None, "cache": str(here / "kept"), "workers": 1}))
@@ -253,7 +240,7 @@ def test_pack_fills_the_cache(call: Call, write: Write, here: Path, monkeypatch:
     assert {(f, f.stat().st_mtime_ns) for f in folder.rglob("*.safetensors")} == before
 
 
-def test_what_is_left_out_is_counted(call: Call, write: Write, here: Path) -> None:
+def test_what_is_left_out_is_counted(call, write, here):
     rows: list[dict[str, Any]] = [{"text": f"Stir {i}."} for i in range(50)]
     write_rows(here / "some.jsonl", [*rows, {"text": "Stir and wait. " * 500}, {"txt": 1}])
     more = {"path": "some.jsonl", "eval": None, "too_long": "drop", "bad_rows": "quarantine", "most_bad": 0.1}
@@ -268,46 +255,40 @@ def test_what_is_left_out_is_counted(call: Call, write: Write, here: Path) -> No
 # --- refusals
 
 
-@pytest.mark.parametrize(
-    ("verb", "flags", "changes", "says"),
-    [
-        ("show", [], {"objective": "pretrain", "data": {"path": None, "random": 8, "eval": None}}, "nothing to show"),
-        ("pack", [], {"objective": "pretrain", "data": {"path": None, "random": 8, "eval": None}}, "nothing to show"),
-        ("show", ["--from", "12"], {"data": {"eval": None}}, "12 samples, the first is 0"),
-        ("show", ["--packed", "--from", "99"], {}, "rows, the first is 0"),
-        ("show", ["--packed", "--random"], {}, "in the run's random order"),
-        ("show", ["--packed"], {"data": {"stream": True}, "train": {"epochs": None, "steps": 2}}, "while training"),
-        ("pack", [], {"data": {"stream": True}, "train": {"epochs": None, "steps": 2}}, "tokenised while training"),
-        ("show", [], {"data": {"path": "no.jsonl"}}, "no.jsonl"),
-        ("show", [], {"with_": {"no-such": {}}}, "no-such"),
-        ("show", ["--packed"], {"batch": {"seq": 32, "tokens": 32}}, "data.too_long: split, drop or truncate"),
-        ("pack", [], {"batch": {"seq": 32, "tokens": 32}}, "data.too_long: split, drop or truncate"),
-        ("show", ["--out", "chat.jsonl"], {}, "--out chat.jsonl"),
-    ],
-)
-def test_refusals(
-    verb: str, flags: list[str], changes: dict[str, Any], says: str, call: Call, write: Write, here: Path
-) -> None:
+@pytest.mark.parametrize(("verb", "flags", "changes", "says"), [
+    ("show", [], {"objective": "pretrain", "data": {"path": None, "random": 8, "eval": None}}, "nothing to show"),
+    ("pack", [], {"objective": "pretrain", "data": {"path": None, "random": 8, "eval": None}}, "nothing to show"),
+    ("show", ["--from", "12"], {"data": {"eval": None}}, "12 samples, the first is 0"),
+    ("show", ["--packed", "--from", "99"], {}, "rows, the first is 0"),
+    ("show", ["--packed", "--random"], {}, "in the run's random order"),
+    ("show", ["--packed"], {"data": {"stream": True}, "train": {"epochs": None, "steps": 2}}, "while training"),
+    ("pack", [], {"data": {"stream": True}, "train": {"epochs": None, "steps": 2}}, "tokenised while training"),
+    ("show", [], {"data": {"path": "no.jsonl"}}, "no.jsonl"), ("show", [], {"with_": {"no-such": {}}}, "no-such"),
+    ("show", ["--packed"], {"batch": {"seq": 32, "tokens": 32}}, "data.too_long: split, drop or truncate"),
+    ("pack", [], {"batch": {"seq": 32, "tokens": 32}}, "data.too_long: split, drop or truncate"),
+    ("show", ["--out", "chat.jsonl"], {}, "--out chat.jsonl"),
+])  # fmt: skip
+def test_refusals(verb, flags, changes, says, call, write, here):
     found = call("data", verb, write(**changes), *flags)
     assert found.code == 2 and found.out == "" and says in found.err
     assert [line.split(":")[0] for line in found.err.splitlines()] == ["asked", "found", "do"]
 
 
-def test_no_gpu_is_needed(call: Call, write: Write) -> None:
+def test_no_gpu_is_needed(call, write):
     """What lays out no rows is not asked for: data is looked at before there is a machine to train on."""
     config = write(data={"eval": None}, with_={"packing": {}, "fsdp": {}, "amp": {"dtype": "fp16"}})
     assert call("train", config, "--dry-run").code == 2
     assert len(told(call, "show", config)["samples"]) == 5
 
 
-def test_a_stream_shows_its_beginning(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_shows_its_beginning(call, write, monkeypatch):
     monkeypatch.setattr(data, "STREAMED", 7)
     config = write(data={"eval": None, "stream": True}, train={"epochs": None, "steps": 2})
     facts = told(call, "show", config, "--rows", "99")
     assert len(facts["samples"]) == 7 and facts["summary"].startswith("data.stream, the first 7 rows: ")
 
 
-def test_the_page(call: Call, write: Write, here: Path) -> None:
+def test_the_page(call, write, here):
     out = shown(call, write(data={"eval": None}), "--out", str(here / "new" / "seen"))
     assert out.splitlines()[-1] == str(here / "new" / "seen" / "data.html")
     assert (here / "new" / "seen" / "data.html").read_text().startswith("<!doctype html>")

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -16,18 +16,15 @@ import pytest
 from optrush import hardware, technique
 from optrush.cli import setup
 from optrush.config import parse_config
-from optrush.hardware import NAMED, Device
+from optrush.hardware import NAMED
 from optrush.technique import Environment, Part, Requirement, Technique
 from optrush.techniques import ALL
 
-from clirun import Found
-
-Call = Callable[..., Found]
 CLASSES = {c.name: c for c in ALL}
 WORDS = ("ok", "lacks")
 
 
-def on(monkeypatch: pytest.MonkeyPatch, *devices: Device) -> None:
+def on(monkeypatch, *devices):
     """This machine has these devices, and the packages and compilers for them."""
     monkeypatch.setattr(hardware, "probe", lambda: list(devices))
     for module in (setup, technique, technique):
@@ -35,14 +32,14 @@ def on(monkeypatch: pytest.MonkeyPatch, *devices: Device) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
 
 
-def stands(name: str, *devices: Device) -> setup.Standing:
+def stands(name, *devices):
     return setup.standing(CLASSES[name], devices)
 
 
 # --- the command
 
 
-def test_json(call: Call) -> None:
+def test_json(call):
     found = call("doctor", "--json")
     assert found.code == 0 and found.err == ""
     shown = json.loads(found.out)
@@ -57,22 +54,15 @@ def test_json(call: Call) -> None:
             assert need["asked"] and need["found"] and need["do"]
 
 
-@pytest.mark.parametrize(
-    ("writable", "prefix", "bare", "note"),
-    [
-        (True, None, False, ""),
-        (False, None, False, "set PYTHONPYCACHEPREFIX=DIR"),
-        (False, "/cache", False, ""),
-        (True, None, True, "unset PYTHONDONTWRITEBYTECODE"),
-    ],
-)
-def test_warm(
-    call: Call, monkeypatch: pytest.MonkeyPatch, writable: bool, prefix: str | None, bare: bool, note: str
-) -> None:
+@pytest.mark.parametrize(("writable", "prefix", "bare", "note"), [
+    (True, None, False, ""), (False, None, False, "set PYTHONPYCACHEPREFIX=DIR"), (False, "/cache", False, ""),
+    (True, None, True, "unset PYTHONDONTWRITEBYTECODE"),
+])  # fmt: skip
+def test_warm(call, monkeypatch, writable, prefix, bare, note):
     """Two runs in a folder that is gone afterwards; what cannot be kept is said."""
     folders: list[Path] = []
 
-    def run(command: list[str], cwd: str, **_: object) -> subprocess.CompletedProcess[str]:
+    def run(command, cwd, **_):
         assert command[1:] == ["-m", "optrush", "train", "warm.yaml"]
         assert parse_config((Path(cwd) / "warm.yaml").read_text(), "warm").train.steps == 2
         (Path(cwd) / "run").mkdir()
@@ -90,7 +80,7 @@ def test_warm(
     assert "a first run of two steps took " in text.out and note in text.out
 
 
-def test_warming_that_fails(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warming_that_fails(call, monkeypatch):
     failed = subprocess.CompletedProcess([], 2, "", "asked: a\nfound: no disk\ndo:    b\n")
     monkeypatch.setattr(setup.subprocess, "run", lambda *_, **__: failed)
     done = call("doctor", "--warm")
@@ -98,12 +88,12 @@ def test_warming_that_fails(call: Call, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_warm_trains(call: Call) -> None:
+def test_warm_trains(call):
     facts = json.loads(call("doctor", "--warm", "--json").out)
     assert facts["first_s"] > 0 and facts["again_s"] > 0
 
 
-def test_text(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text(call, monkeypatch):
     """A word, not a colour, says how each stands; what is lacking has its three parts; lines are short."""
     on(monkeypatch)
     found = call("doctor")
@@ -121,7 +111,7 @@ def test_text(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(line.startswith(f"{fact} ") for line in lines), fact
 
 
-def test_lacking_is_no_error(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lacking_is_no_error(call, monkeypatch):
     """A machine with an old device, no compiler and a build of torch for CPUs: everything said, exit code 0."""
     on(monkeypatch, NAMED["t4"])
     for module in (setup, technique, technique):
@@ -138,7 +128,7 @@ def test_lacking_is_no_error(call: Call, monkeypatch: pytest.MonkeyPatch) -> Non
 # --- what is asked
 
 
-def test_a_gpu_has_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_it_all(monkeypatch):
     on(monkeypatch, NAMED["h200"], NAMED["h200"])
     monkeypatch.setattr(technique, "library", lambda name: None if name == "flash-attn-4" else "1")
     attention = stands("attention", NAMED["h200"])
@@ -150,7 +140,7 @@ def test_a_gpu_has_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.several == bool(c.claims & technique.RANK_PARTS)
 
 
-def test_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks(monkeypatch):
     """One GPU holds one rank; a CPU as many as one likes."""
     on(monkeypatch, NAMED["h200"])
     one = stands("fsdp", NAMED["h200"])
@@ -159,7 +149,7 @@ def test_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stands("fsdp").runs and stands("fsdp").several
 
 
-def test_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_gpu(monkeypatch):
     on(monkeypatch, NAMED["v100"])
     amp = stands("amp", NAMED["v100"])
     assert not amp.runs and amp.lacks[0].do == "take --with amp:dtype=fp16"
@@ -169,19 +159,12 @@ def test_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [n.found for n in stands("compile", older).lacks] == ["capability 6.1"]
 
 
-@pytest.mark.parametrize(
-    ("there", "cxx", "do"),
-    [
-        ((), None, "install g++ (Debian and Ubuntu: apt-get install g++)"),
-        (("clang++",), None, "export CXX=/usr/bin/clang++"),
-        (("clang++",), "clang++", None),
-        (("g++",), None, None),
-        (("g++",), "icpx", "export CXX=/usr/bin/g++"),
-    ],
-)
-def test_a_compiler_for_a_cpu(
-    there: tuple[str, ...], cxx: str | None, do: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("there", "cxx", "do"), [
+    ((), None, "install g++ (Debian and Ubuntu: apt-get install g++)"),
+    (("clang++",), None, "export CXX=/usr/bin/clang++"), (("clang++",), "clang++", None), (("g++",), None, None),
+    (("g++",), "icpx", "export CXX=/usr/bin/g++"),
+])  # fmt: skip
+def test_a_compiler_for_a_cpu(there, cxx, do, monkeypatch):
     """What torch calls is g++, or what CXX names; another one on the PATH does not help until CXX names it."""
     on(monkeypatch)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name in there else None)
@@ -196,7 +179,7 @@ def test_a_compiler_for_a_cpu(
     assert stands("packing").runs, "nothing is compiled there"
 
 
-def test_a_compiler_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_for_a_gpu(monkeypatch):
     on(monkeypatch, NAMED["h200"])
     monkeypatch.setattr(technique, "library", lambda name: None)
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -204,7 +187,7 @@ def test_a_compiler_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [n.do for n in lacks] == ["python -m pip install triton", "install gcc"]
 
 
-def test_problems_of_every_run() -> None:
+def test_problems_of_every_run():
     packages: dict[str, str | None] = dict.fromkeys((*setup.REQUIRED, *setup.OPTIONAL), "1.0")
     assert not list(setup.problems([], packages | {"torch": "2.13.0+cpu"}))
     assert not list(setup.problems([NAMED["h200"]], packages | {"triton": None}))
@@ -230,7 +213,7 @@ class Toy(Technique):
         yield Requirement(self.half == "fast", "`toy:half=slow`", "nothing is that slow", "leave it out")
 
 
-def test_what_another_technique_gives_is_not_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_technique_gives_is_not_lacking(monkeypatch):
     on(monkeypatch)
     found = setup.standing(Toy, [])
     assert found.runs and not found.lacks
@@ -238,7 +221,7 @@ def test_what_another_technique_gives_is_not_lacking(monkeypatch: pytest.MonkeyP
     assert option == "half=slow" and [n.found for n in lacks] == ["nothing is that slow"]
 
 
-def test_a_containers_limit(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path) -> None:
+def test_a_containers_limit(monkeypatch, call, tmp_path):
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(setup, "CONTAINER_LIMIT", limit)
     monkeypatch.setattr(hardware, "_cpuinfo", lambda: "model name : A Chip\n")

@@ -1,15 +1,11 @@
 """`objective: dpo` as a user meets it: it learns, every verb knows pairs, and what pairs cannot have is refused."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from test_wrong_input import refused
 from transformers import AutoTokenizer
 
 from optrush import config, hardware
@@ -19,27 +15,25 @@ from optrush.errors import NeedsError
 from optrush.models import tiny
 from optrush.planner import search
 
-from clirun import Found, base, metrics, write_rows
+from clirun import base, metrics, refused, write_rows
 
-Call = Callable[..., Found]
-Write = Callable[..., str]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-dpo-cpu.yaml"
 NAMES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin")
 SHORT = {"sample": "recipes", "path": None, "max_samples": 24, "too_long": "drop", "eval": 0.25}
 
 
-def preferences(**changes: Any) -> dict[str, Any]:
+def preferences(**changes):
     """A short run on pairs, of 4 rows of 512 a step."""
     data = {**SHORT, **changes.pop("data", {})}
     return {"objective": "dpo", "data": data, "batch": {"seq": 512, "tokens": 2048}, "train": {"epochs": 1}, **changes}
 
 
-def rows(n: int = 12) -> list[dict[str, Any]]:
+def rows(n=12):
     return [{"prompt": f"Soup {i}? ", "chosen": "Yes, with two onions.", "rejected": "No."} for i in range(n)]
 
 
 @pytest.mark.slow
-def test_the_example_learns_which_answer_is_better(call: Call, here: Path) -> None:
+def test_the_example_learns_which_answer_is_better(call, here):
     """Four short steps of it: pairs that were held out are the right way round, from a coin's flip; and `eval`."""
     run = yaml.safe_load(EXAMPLE.read_text())
     run |= {"output": "out", "train": {"steps": 4, "log_every": 2}}
@@ -65,7 +59,7 @@ def test_the_example_learns_which_answer_is_better(call: Call, here: Path) -> No
     assert measured["reward_margin"] == pytest.approx(last["eval_reward_margin"], rel=1e-5)
 
 
-def test_a_dry_run_shows_both_answers(call: Call, write: Write) -> None:
+def test_a_dry_run_shows_both_answers(call, write):
     facts = json.loads(call("train", write(**preferences()), "--dry-run", "--json").out)
     shown = [d for row in facts["rows"] for s in row["samples"] for d in s["documents"]]
     assert [d["name"] for d in shown] == ["chosen", "rejected"] * (len(shown) // 2)
@@ -75,7 +69,7 @@ def test_a_dry_run_shows_both_answers(call: Call, write: Write) -> None:
     assert "── chosen " in text and "── rejected " in text and not Path("out").exists()
 
 
-def test_rows_of_pairs_are_shown(call: Call, write: Write, here: Path) -> None:
+def test_rows_of_pairs_are_shown(call, write, here):
     write_rows(here / "pairs.jsonl", rows())
     config = write(objective="dpo", data={"path": "pairs.jsonl", "eval": None})
     found = json.loads(call("data", "show", config, "--packed", "--json").out)
@@ -84,10 +78,10 @@ def test_rows_of_pairs_are_shown(call: Call, write: Write, here: Path) -> None:
     )
 
 
-def test_a_plan_counts_what_pairs_cost(write: Write) -> None:
+def test_a_plan_counts_what_pairs_cost(write):
     """Logits that are made again under fused-loss, and with an adapter the reference's pass."""
 
-    def flop(withs: Sequence[str] = (), sets: Sequence[str] = ()) -> dict[str, float]:
+    def flop(withs=(), sets=()):
         config = Path(write(**preferences(model={"path": "tiny"}))).read_text()
         return {w.name: w.flop for w in search.predict(parse_config(config, "run.yaml", sets, withs), "h200").work}
 
@@ -99,10 +93,10 @@ def test_a_plan_counts_what_pairs_cost(write: Write) -> None:
 
 
 @pytest.mark.parametrize("objective", ["sft", "pretrain", "grpo", "own"])
-def test_a_plan_counts_losses_by_token(write: Write, objective: str) -> None:
+def test_a_plan_counts_losses_by_token(write, objective):
     """A loss of one's own, and sampled answers; the objectives' own mean over tokens makes logits once."""
 
-    def work(**changes: Any) -> set[str]:
+    def work(**changes):
         config = write(model={"path": "tiny"}, with_={"fused-loss": {}}, **changes)
         run = parse_config(Path(config).read_text(), "run.yaml", ["batch.tokens=8192"])
         return {w.name for w in search.predict(run, "h200").work}
@@ -116,14 +110,14 @@ def test_a_plan_counts_losses_by_token(write: Write, objective: str) -> None:
         assert "head.again" in work(objective=objective, loss="own.py:loss")
 
 
-def test_a_plan_knows_which_adapters_can_be_undone(call: Call, write: Write) -> None:
+def test_a_plan_knows_which_adapters_can_be_undone(call, write):
     """Beside modules that are trained whole the reference is made once, and no step pays for it."""
     config = write(**preferences(model={"path": "tiny"}), with_={"lora": {"save": ["norm"]}})
     found = call("plan", config, "--hardware", "h200", "--json")
     assert found.code == 0 and "reference.head" not in {w["name"] for w in json.loads(found.out)["work"]}
 
 
-def test_a_first_file_for_pairs(call: Call, here: Path) -> None:
+def test_a_first_file_for_pairs(call, here):
     write_rows(here / "pairs.jsonl", rows())
     assert call("init", "train.yaml", "--model", "tiny", "--data", "pairs.jsonl").code == 0
     run = yaml.safe_load((here / "train.yaml").read_text())
@@ -131,7 +125,7 @@ def test_a_first_file_for_pairs(call: Call, here: Path) -> None:
     assert call("train", "train.yaml", "--dry-run").code == 0
 
 
-def test_a_streamed_run_with_an_adapter(call: Call, write: Write, here: Path) -> None:
+def test_a_streamed_run_with_an_adapter(call, write, here):
     """Nobody has read its rows before: but the adapter's reference needs none."""
     write_rows(here / "pairs.jsonl", rows(40))
     data = {"path": "pairs.jsonl", "stream": True, "eval": 0.2}
@@ -150,46 +144,34 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "its block elsewhere": ({"objective": "sft", "dpo": {}}, ("`dpo` with `objective: sft`", "does not use it")),
     "another's section": (preferences(orpo={}), ("`orpo` with `objective: dpo`", "this objective does not use it")),
     "conversations, for another": ({"objective": "simpo"}, ("`objective: simpo`", "chat.jsonl:1 is not a pair")),
-    "cut answers, for another": (
-        preferences(objective="orpo", data={"too_long": "split"}), ("`objective: orpo`", "too_long: error or drop"),
-    ),
-    "smoothed ipo": (
-        preferences(dpo={"loss": "ipo", "label_smoothing": 0.1}), ("`dpo.loss: ipo`", "leave one of the two out"),
-    ),
+    "cut answers, for another": (preferences(objective="orpo", data={"too_long": "split"}),
+        ("`objective: orpo`", "too_long: error or drop")),
+    "smoothed ipo": (preferences(dpo={"loss": "ipo", "label_smoothing": 0.1}),
+        ("`dpo.loss: ipo`", "leave one of the two out")),
     "beta": (preferences(dpo={"beta": 0}), ("`dpo.beta`", "a number above 0")),
     "half of the labels": (preferences(dpo={"label_smoothing": 0.5}), ("`dpo.label_smoothing`", "a number below 0.5")),
     "split": (preferences(data={"too_long": "split"}), ("`data.too_long: split`", "take data.too_long: error or drop")),
     "truncate": (preferences(data={"too_long": "truncate"}), ("`data.too_long: truncate`", "never compared")),
     "the prompt too": (preferences(data={"train_on": "all"}), ("`data.train_on: all`", "cancels out")),
-    "a stream": (
-        preferences(data={"stream": True}, dpo={"reference": "precomputed"}),
-        ("`dpo.reference: precomputed`", "`data.stream`", "reference: adapter"),
-    ),
-    "random tokens": (
-        {"objective": "dpo", "data": {"random": 64, "path": None, "eval": None}},
-        ("`data.random`", "objective: pretrain"),
-    ),
+    "a stream": (preferences(data={"stream": True}, dpo={"reference": "precomputed"}),
+        ("`dpo.reference: precomputed`", "`data.stream`", "reference: adapter")),
+    "random tokens": ({"objective": "dpo", "data": {"random": 64, "path": None, "eval": None}},
+        ("`data.random`", "objective: pretrain")),
     "conversations": ({"objective": "dpo"}, ("chat.jsonl:1 is not a pair", '"chosen"')),
-    "wrapped": (
-        preferences(data={"too_long": "error"}, with_={"wrap": {}}), ("--with wrap", "attend to", "--with packing"),
-    ),
-    "no adapter": (
-        preferences(dpo={"reference": "adapter"}),
-        ("`dpo.reference: adapter`", "every weight is trained", "precomputed"),
-    ),
-    "an adapter and whole weights": (
-        preferences(dpo={"reference": "adapter"}, with_={"packing": {}, "lora": {"save": ["norm"]}}),
-        ("`dpo.reference: adapter`", "what is trained cannot be undone", "leave save and init out"),
-    ),
-    "too long": (
-        preferences(data={"too_long": "error"}, batch={"seq": 64, "tokens": 256}),
-        ("pairs of at most 64", "data.too_long: drop"),
-    ),
+    "wrapped": (preferences(data={"too_long": "error"}, with_={"wrap": {}}),
+        ("--with wrap", "attend to", "--with packing")),
+    "no adapter": (preferences(dpo={"reference": "adapter"}),
+        ("`dpo.reference: adapter`", "every weight is trained", "precomputed")),
+    "an adapter and whole weights": (preferences(dpo={"reference": "adapter"},
+        with_={"packing": {}, "lora": {"save": ["norm"]}}), ("`dpo.reference: adapter`",
+        "what is trained cannot be undone", "leave save and init out")),
+    "too long": (preferences(data={"too_long": "error"}, batch={"seq": 64, "tokens": 256}),
+        ("pairs of at most 64", "data.too_long: drop")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str, call: Call, write: Write) -> None:
+def test_refused(name, call, write):
     changes, says = REFUSED[name]
     refused(call("train", write(**changes)), *says)
 
@@ -198,9 +180,7 @@ def test_refused(name: str, call: Call, write: Write) -> None:
 @pytest.mark.parametrize(
     ("with_", "says"), [({}, "every weight is trained"), ({"lora": {"save": ["norm"]}}, "leave save and init out")]
 )
-def test_what_cannot_be_undone_is_refused_by_all(
-    verb: tuple[str, ...], with_: dict[str, Any], says: str, call: Call, write: Write
-) -> None:
+def test_what_cannot_be_undone_is_refused_by_all(verb, with_, says, call, write):
     name, *flags = verb
     config = write(**preferences(dpo={"reference": "adapter"}, with_=with_))
     refused(call(name, config, *flags), "`dpo.reference: adapter`", says, "dpo.reference: precomputed")
@@ -209,27 +189,23 @@ def test_what_cannot_be_undone_is_refused_by_all(
 
 
 @pytest.mark.parametrize("verb", [("train", "--dry-run"), ("data", "show", "--packed")])
-def test_wrapped_pairs_are_refused_by_all(verb: tuple[str, ...], call: Call, write: Write) -> None:
+def test_wrapped_pairs_are_refused_by_all(verb, call, write):
     name, *flags = verb if verb[0] == "train" else verb[1:]
     command = ("train",) if name == "train" else ("data", "show")
     config = write(**preferences(data={"too_long": "error"}, with_={"wrap": {}}))
     refused(call(*command, config, *flags), "--with wrap", "--with packing")
 
 
-def test_pairs_under_another_objective(call: Call, write: Write, here: Path) -> None:
+def test_pairs_under_another_objective(call, write, here):
     write_rows(here / "pairs.jsonl", rows())
     refused(call("train", write(data={"path": "pairs.jsonl"})), "pairs.jsonl:1", "or set objective: dpo")
 
 
-@pytest.mark.parametrize(
-    ("technique", "option", "says"),
-    [
-        ("fused-loss", "quack", "take impl=chunked"),
-        ("fused-loss", "liger", "take impl=chunked"),
-        ("attention", "cudnn", "take impl=varlen"),
-    ],
-)
-def test_kernels_that_cannot_serve_pairs(technique: str, option: str, says: str) -> None:
+@pytest.mark.parametrize(("technique", "option", "says"), [
+    ("fused-loss", "quack", "take impl=chunked"), ("fused-loss", "liger", "take impl=chunked"),
+    ("attention", "cudnn", "take impl=varlen"),
+])  # fmt: skip
+def test_kernels_that_cannot_serve_pairs(technique, option, says):
     """Gradients made with the sum, before each pair's factor is known; rows of one document. On a GPU that has them."""
     run = base(**preferences(with_={"bf16": {}, technique: {"impl": option}}))
     run["model"] = {"shape": "llama-3.2-1b", "tokenizer": "tiny"}
@@ -241,12 +217,12 @@ def test_kernels_that_cannot_serve_pairs(technique: str, option: str, says: str)
     decide(other, ranks=1, device=h200)
 
 
-def test_an_evaluation_needs_another_model(call: Call, write: Write) -> None:
+def test_an_evaluation_needs_another_model(call, write):
     refused(call("eval", write(**preferences())), "`optrush eval` of `objective: dpo`", "--model OUTPUT/model")
 
 
 @pytest.mark.slow
-def test_models_that_read_the_pairs_otherwise_are_not_compared(call: Call, write: Write, here: Path) -> None:
+def test_models_that_read_the_pairs_otherwise_are_not_compared(call, write, here):
     """Another template, another tokenizer; new tokens alone, of which no pair has one, change nothing."""
     write_rows(here / "pairs.jsonl", [{k: [{"role": "assistant", "content": v}] if k != "prompt" else v
                                        for k, v in row.items()} for row in rows()])  # fmt: skip
@@ -259,12 +235,9 @@ def test_models_that_read_the_pairs_otherwise_are_not_compared(call: Call, write
     found = call("eval", config, "--model", "other")
     asked = "`optrush eval` of `objective: dpo`"
     refused(
-        found,
-        asked,
-        "other and tiny tokenize the pairs differently: another chat template",
-        "CONFIG's",
+        found, asked, "other and tiny tokenize the pairs differently: another chat template", "CONFIG's",
         output="trained",
-    )
+    )  # fmt: skip
     tiny.write_tiny(here / "third", seed=3)
     tokenizer = json.loads((here / "third" / "tokenizer.json").read_text())
     merges = tokenizer["model"]["merges"]
@@ -280,7 +253,7 @@ def test_models_that_read_the_pairs_otherwise_are_not_compared(call: Call, write
 
 
 @pytest.mark.slow
-def test_a_merged_model_is_measured_without_adapters(call: Call, write: Write, here: Path) -> None:
+def test_a_merged_model_is_measured_without_adapters(call, write, here):
     """One that began from a folder's: laid over the merged model it would count twice, as would 4 bits."""
     write_rows(here / "pairs.jsonl", rows(20))
     run = preferences(data={"sample": None, "path": "pairs.jsonl"}, optim={"lr": 3e-2})
@@ -304,7 +277,7 @@ def test_a_merged_model_is_measured_without_adapters(call: Call, write: Write, h
 
 @pytest.mark.skipif(bool(hardware.probe()), reason="a rung of its own device")
 @pytest.mark.slow
-def test_a_rung_is_measured_and_proved(here: Path) -> None:
+def test_a_rung_is_measured_and_proved(here):
     """Over two layouts the same pairs: the same losses."""
     from optrush.benchmark import worker
 

@@ -1,11 +1,7 @@
 """`optrush eval --json` against a plain loop over documents, one at a time, through transformers alone."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +13,10 @@ from optrush.cli import tasks as harness
 from optrush.errors import ConfigError
 from optrush.models import tiny
 
-from clirun import Found, write_rows
+from clirun import document_of, write_rows
 
-Call = Callable[..., Found]
-Write = Callable[..., str]
+asked = document_of("eval")
+
 CLOSE = 1e-4  # relative; both sides are float32
 SMALL = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}  # fmt: skip
@@ -33,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def folder_of(family: str, tmp: Path, model: Path) -> Path:
+def folder_of(family, tmp, model):
     """A tiny model of this family with the built-in tokenizer and template."""
     folder = tmp / family
     if family in tiny.FAMILIES:
@@ -49,7 +45,7 @@ def folder_of(family: str, tmp: Path, model: Path) -> Path:
     return folder
 
 
-def encoded(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
+def encoded(tokenizer, row):
     """Ids and targets, written from the contract alone: the built-in template's marks delimit the assistant's turns."""
     if "text" in row:
         ids = [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]
@@ -67,7 +63,7 @@ def encoded(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[bool]]
 
 
 @torch.no_grad()
-def plain(folder: Path, rows: list[dict[str, Any]]) -> tuple[float, int]:
+def plain(folder, rows):
     """Mean negative log-likelihood a target token, and their number; a document at a time, no batch, no mask."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -81,16 +77,8 @@ def plain(folder: Path, rows: list[dict[str, Any]]) -> tuple[float, int]:
     return total / count, count
 
 
-def asked(call: Call, *arguments: str) -> dict[str, Any]:
-    """The one JSON document on stdout."""
-    found = call("eval", *arguments, "--json")
-    assert found.code == 0, found.err
-    assert found.out.count("\n") == 1 and found.out.endswith("\n")
-    return dict(json.loads(found.out))
-
-
 @pytest.mark.parametrize("family", further(list(FAMILIES), 1))
-def test_the_loss_is_the_plain_loops(family: str, call: Call, write: Write, model: Path, here: Path) -> None:
+def test_the_loss_is_the_plain_loops(family, call, write, model, here):
     folder = folder_of(family, here, model)
     rows = [json.loads(line) for line in (here / "chat.jsonl").read_text().splitlines()]
     rows += [{"text": "Salt the water, then wait."}, {"text": "Nothing burns as well as an onion that nobody watches."}]
@@ -104,7 +92,7 @@ def test_the_loss_is_the_plain_loops(family: str, call: Call, write: Write, mode
     assert math.isclose(found["loss"], loss, rel_tol=CLOSE), (found["loss"], loss)
 
 
-def test_the_rows_length_and_the_micro_batch_change_nothing(call: Call, write: Write) -> None:
+def test_the_rows_length_and_the_micro_batch_change_nothing(call, write):
     config = write()
     first = asked(call, config, "--data", "chat.jsonl")
     for flags in (
@@ -118,7 +106,7 @@ def test_the_rows_length_and_the_micro_batch_change_nothing(call: Call, write: W
         assert math.isclose(again["loss"], first["loss"], rel_tol=CLOSE), flags
 
 
-def test_what_is_evaluated(call: Call, write: Write, model: Path, here: Path) -> None:
+def test_what_is_evaluated(call, write, model, here):
     """--data, else what the run holds out, else its data; `train_on: all` takes every token but the first."""
     held = asked(call, write())
     assert held["documents"] == 3  # a quarter of 12
@@ -131,12 +119,12 @@ def test_what_is_evaluated(call: Call, write: Write, model: Path, here: Path) ->
     assert every["target_tokens"] == sum(len(encoded(tokenizer, row)[0]) - 1 for row in rows)
 
 
-def test_too_long_rows_are_counted(call: Call, write: Write) -> None:
+def test_too_long_rows_are_counted(call, write):
     found = asked(call, write(batch={"seq": 64, "tokens": 64}, data={"eval": None, "too_long": "drop"}))
     assert found["too_long"] > 0 and found["documents"] + found["too_long"] == 12
 
 
-def test_model_replaces_the_runs(call: Call, write: Write, here: Path) -> None:
+def test_model_replaces_the_runs(call, write, here):
     tiny.write_tiny(here / "other", seed=3)
     config = write()
     other = asked(call, config, "--model", "other")
@@ -144,7 +132,7 @@ def test_model_replaces_the_runs(call: Call, write: Write, here: Path) -> None:
     assert other == asked(call, write(model="other"))
 
 
-def test_model_and_data_replace_random_tokens_on_a_shape(call: Call, write: Write) -> None:
+def test_model_and_data_replace_random_tokens_on_a_shape(call, write):
     config = write(
         objective="pretrain", model={"shape": "llama-3.2-1b"}, data={"path": None, "random": 8, "eval": None}
     )
@@ -152,7 +140,7 @@ def test_model_and_data_replace_random_tokens_on_a_shape(call: Call, write: Writ
     assert found == asked(call, write(data={"train_on": "all"}), "--data", "chat.jsonl")
 
 
-def test_for_people(call: Call, write: Write) -> None:
+def test_for_people(call, write):
     found = call("eval", write())
     assert found.code == 0 and [line.split()[0] for line in found.out.splitlines()] == [
         "loss", "target_tokens", "documents", "rows", "too_long",
@@ -178,7 +166,7 @@ ROWS = [
 ]
 
 
-def test_tasks(call: Call, tmp_path: Path) -> None:
+def test_tasks(call, tmp_path):
     """The share of rows whose answer is the likeliest, as transformers alone finds it."""
     pytest.importorskip("lm_eval", reason="pip install optrush[eval]")
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
@@ -190,7 +178,7 @@ def test_tasks(call: Call, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
 
-    def likely(question: str, choice: str) -> float:
+    def likely(question, choice):
         whole, n = tokenizer(question + choice)["input_ids"], len(tokenizer(question)["input_ids"])
         with torch.no_grad():
             logits = model(torch.tensor([whole])).logits[0].log_softmax(-1)
@@ -202,21 +190,15 @@ def test_tasks(call: Call, tmp_path: Path) -> None:
     assert result["acc"] == pytest.approx(right) and result["samples"] == len(ROWS)
 
 
-@pytest.mark.parametrize(
-    ("flags", "asked", "found"),
-    [
-        (("--tasks", "arc_easy", "--data", "x.jsonl"), "`optrush eval --tasks`", "tasks have rows of their own"),
-        (("--tasks", "arc_easy", "--ranks", "2"), "`optrush eval --tasks`", "they run on one"),
-        (("--tasks", ","), "--tasks", "no name"),
-        (("--tasks", "arc_easy", "--set", "model={shape: llama-3.2-1b}"), "`optrush eval --tasks`", "is random"),
-        (("--tasks", "arc_easy"), "`optrush eval --tasks`", "the package lm_eval is not installed"),
-        (("--limit", "3"), "--limit", "no --tasks"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_tasks_refused(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], asked: str, found: str
-) -> None:
+@pytest.mark.parametrize(("flags", "asked", "found"), [
+    (("--tasks", "arc_easy", "--data", "x.jsonl"), "`optrush eval --tasks`", "tasks have rows of their own"),
+    (("--tasks", "arc_easy", "--ranks", "2"), "`optrush eval --tasks`", "they run on one"),
+    (("--tasks", ","), "--tasks", "no name"),
+    (("--tasks", "arc_easy", "--set", "model={shape: llama-3.2-1b}"), "`optrush eval --tasks`", "is random"),
+    (("--tasks", "arc_easy"), "`optrush eval --tasks`", "the package lm_eval is not installed"),
+    (("--limit", "3"), "--limit", "no --tasks"),
+], ids=str)  # fmt: skip
+def test_tasks_refused(call, tmp_path, monkeypatch, flags, asked, found):
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
     ended = call("eval", write_config(tmp_path), *flags)
     assert ended.code == 2 and f"asked: {asked}" in ended.err and found in ended.err, ended.err
@@ -226,21 +208,21 @@ def test_tasks_refused(
     ("content", "found"),
     [(None, "no such file"), (b"group: many", "no `task: NAME`"), (b"task: [a", "not read"), (b"\xff", "not read")],
 )
-def test_files_of_no_task(tmp_path: Path, content: bytes | None, found: str) -> None:
+def test_files_of_no_task(tmp_path, content, found):
     if content is not None:
         (tmp_path / "x.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=found):
         harness._named([str(tmp_path / "x.yaml")])
 
 
-def test_the_table_of_a_group() -> None:
+def test_the_table_of_a_group():
     """It has figures of its own, and no number of samples."""
     figures = {"one": {"acc": 0.5, "samples": 4, "version": 1}, "group": {"acc": 0.25, "samples": None, "version": 2}}
     one, group = harness.table({"tasks": figures}).splitlines()
     assert one.split()[1:] == ["acc", "0.5000", "of", "4"] and group.split() == ["group", "acc", "0.2500"]
 
 
-def write_config(folder: Path, **changed: Any) -> str:
+def write_config(folder, **changed):
     path = folder / "run.yaml"
     run = {"model": "tiny", "objective": "sft", "data": {"sample": "recipes"}, "output": str(folder / "run")} | changed
     path.write_text(json.dumps(run))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,43 +22,28 @@ from optrush.errors import NeedsError
 from optrush.models import fp8_folder
 from optrush.trainer import run_dir
 
-from clirun import Found
+from clirun import document_of, error_of
 
-Call = Callable[..., Found]
+exported, refused = document_of("export"), error_of("export")
+
 TEXT = "Chop the onions, fry them in butter, and stir."
 
 
 @pytest.fixture
-def trained(cache: Path, here: Path) -> Path:
+def trained(cache, here):
     """A copy of the run, to change; its own model/ is taken away."""
     shutil.copytree(run(cache), here / "run")
     (here / "run" / "model").rename(here / "model")
     return here / "run"
 
 
-def exported(call: Call, *arguments: str) -> dict[str, Any]:
-    found = call("export", *arguments, "--json")
-    assert found.code == 0, found.err
-    assert found.out.count("\n") == 1
-    return dict(json.loads(found.out))
-
-
-def refused(call: Call, *arguments: str) -> str:
-    """What is said, in three lines, where something must be changed."""
-    found = call("export", *arguments)
-    assert found.code == 2 and found.out == "", found
-    lines = found.err.strip().splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["asked", "found", "do"], found.err
-    return found.err
-
-
 @torch.no_grad()
-def logits(folder: Path) -> torch.Tensor:
+def logits(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model(**AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt")).logits
 
 
-def test_it_is_the_runs_own_model(call: Call, trained: Path, here: Path) -> None:
+def test_it_is_the_runs_own_model(call, trained, here):
     facts = exported(call, "run")
     ours, theirs = load_file(trained / "model" / "model.safetensors"), load_file(here / "model" / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
@@ -73,7 +57,7 @@ def test_it_is_the_runs_own_model(call: Call, trained: Path, here: Path) -> None
     assert said.code == 0 and said.out == "again\n" and "nothing was rounded" in said.err
 
 
-def test_any_checkpoint(call: Call, trained: Path, here: Path) -> None:
+def test_any_checkpoint(call, trained, here):
     for asked in ("2", str(trained / "checkpoints" / "step-000002")):
         shutil.rmtree("out", ignore_errors=True)
         assert exported(call, "run", "--checkpoint", asked, "--out", "out")["step"] == 2
@@ -84,7 +68,7 @@ def test_any_checkpoint(call: Call, trained: Path, here: Path) -> None:
     assert "| steps | 2 |" in (here / "out" / "README.md").read_text()
 
 
-def test_the_best_before_the_newest(call: Call, trained: Path) -> None:
+def test_the_best_before_the_newest(call, trained):
     best = trained / "checkpoints" / "best.json"
     for step in (2, 4):
         best.write_text(json.dumps({"step": step, "eval_loss": 1.0}))
@@ -99,7 +83,7 @@ def test_the_best_before_the_newest(call: Call, trained: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_converted_weights_say_what_that_changed(dtype: str, call: Call, trained: Path, here: Path) -> None:
+def test_converted_weights_say_what_that_changed(dtype, call, trained, here):
     facts = exported(call, "run", "--dtype", dtype, "--out", "half")
     stored = load_file(here / "half" / "model.safetensors")
     assert {str(t.dtype) for t in stored.values()} == {f"torch.{dtype}"}
@@ -110,17 +94,17 @@ def test_converted_weights_say_what_that_changed(dtype: str, call: Call, trained
     assert 0.2 < found["worst"] / off < 5, "of other tokens, but of the same size"
 
 
-def test_shards(call: Call, trained: Path, here: Path) -> None:
+def test_shards(call, trained, here):
     exported(call, "run", "--max-shard-gb", "0.002")
     assert len(list((trained / "model").glob("*.safetensors"))) > 2
     assert torch.equal(logits(trained / "model"), logits(here / "model"))
 
 
-def damage(tensor: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+def damage(tensor, how):
     """After the weights were written, one tensor of the folder is another."""
     real = exporting.write_generation
 
-    def write(job: Any, folder: Path, source: Path | None) -> None:
+    def write(job, folder, source):
         real(job, folder, source)
         tensors = load_file(folder / "model.safetensors")
         tensors[tensor] = how(tensors[tensor].clone()).contiguous()
@@ -129,40 +113,30 @@ def damage(tensor: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable
     return write
 
 
-def nudge(t: torch.Tensor) -> torch.Tensor:
+def nudge(t):
     t[0] += 1.0
     return t
 
 
-def rolled(t: torch.Tensor) -> torch.Tensor:  # heads in another order
+def rolled(t):  # heads in another order
     return t.roll(32, 0)
 
 
-def flipped(t: torch.Tensor) -> torch.Tensor:
+def flipped(t):
     return t.flip(0)
 
 
-def last_bits(t: torch.Tensor) -> torch.Tensor:
+def last_bits(t):
     return t.view(torch.uint8).bitwise_xor(1).view(t.dtype)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "how", "dtype"),
-    further(
-        [
-            ("model.layers.2.self_attn.q_proj.weight", rolled, "bfloat16"),
-            ("model.norm.weight", last_bits, "float32"),
-            ("model.layers.0.mlp.gate_proj.weight", flipped, "bfloat16"),
-            ("model.layers.0.mlp.gate_proj.weight", flipped, "float32"),
-            ("model.layers.2.self_attn.q_proj.weight", rolled, "float32"),
-            ("model.norm.weight", last_bits, "bfloat16"),
-        ],
-        2,
-    ),
-)
-def test_a_tensor_that_is_not_what_was_written_is_red(
-    tensor: str, how: Any, dtype: str, call: Call, trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("tensor", "how", "dtype"), further([
+    ("model.layers.2.self_attn.q_proj.weight", rolled, "bfloat16"), ("model.norm.weight", last_bits, "float32"),
+    ("model.layers.0.mlp.gate_proj.weight", flipped, "bfloat16"),
+    ("model.layers.0.mlp.gate_proj.weight", flipped, "float32"),
+    ("model.layers.2.self_attn.q_proj.weight", rolled, "float32"), ("model.norm.weight", last_bits, "bfloat16"),
+], 2))  # fmt: skip
+def test_a_tensor_that_is_not_what_was_written_is_red(tensor, how, dtype, call, trained, here, monkeypatch):
     monkeypatch.setattr(exporting, "write_generation", damage(tensor, how))
     found = call("export", "run", "--out", "bad", "--dtype", dtype)
     assert found.code == 1 and found.out == "", found
@@ -173,22 +147,12 @@ def test_a_tensor_that_is_not_what_was_written_is_red(
     assert call("export", "run", "--out", "bad", "--no-verify", "--dtype", dtype).code == 0, "nobody looked"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tensor", "how"),
-    further(
-        [
-            ("float32", "model.norm.weight", lambda t: t * 1.01),
-            ("bfloat16", "model.embed_tokens.weight", nudge),
-            ("float32", "model.layers.1.mlp.down_proj.weight", flipped),
-            ("float32", "model.embed_tokens.weight", nudge),
-            ("bfloat16", "model.norm.weight", lambda t: t * 1.2),
-        ],
-        2,
-    ),
-)
-def test_other_logits_are_red(
-    dtype: str, tensor: str, how: Any, call: Call, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("dtype", "tensor", "how"), further([
+    ("float32", "model.norm.weight", lambda t: t * 1.01), ("bfloat16", "model.embed_tokens.weight", nudge),
+    ("float32", "model.layers.1.mlp.down_proj.weight", flipped), ("float32", "model.embed_tokens.weight", nudge),
+    ("bfloat16", "model.norm.weight", lambda t: t * 1.2),
+], 2))  # fmt: skip
+def test_other_logits_are_red(dtype, tensor, how, call, trained, monkeypatch):
     """Where the bytes are what was meant and what was meant is wrong, as by a wrong layout."""
     monkeypatch.setattr(exporting, "write_generation", damage(tensor, how))
     monkeypatch.setattr(exporting, "demand_bytes", lambda *_: None)
@@ -197,13 +161,13 @@ def test_other_logits_are_red(
     assert "is not the trained model: logits after reloading" in found.err and "largest difference" in found.err
 
 
-def test_a_nan_is_red() -> None:
+def test_a_nan_is_red():
     one = torch.randn(3, 5)
     found = exporting.compare([one], [one.clone().fill_(float("nan"))], "", torch.float32, True)
     assert not found.sound
 
 
-def test_neither_data_nor_the_training_machine_is_needed(call: Call, trained: Path) -> None:
+def test_neither_data_nor_the_training_machine_is_needed(call, trained):
     """The data is gone, and a technique of the run needs a GPU."""
     settings = yaml.safe_load((trained / "run.yaml").read_text())
     settings["data"]["path"] = "/nowhere/chat.jsonl"
@@ -213,17 +177,11 @@ def test_neither_data_nor_the_training_machine_is_needed(call: Call, trained: Pa
     assert "random tokens" in facts["compared"]["texts"]
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "dtype"),
-    further(
-        [
-            ("adapter", {"model": "{path: tiny, implementation: transformers}"}, "float32"),
-            ("bf16", {"with_": "{bf16: {}, packing: {}, attention: {}}"}, "bfloat16"),
-        ],
-        1,
-    ),
-)
-def test_other_runs(name: str, changes: dict[str, str], dtype: str, call: Call, cache: Path, here: Path) -> None:
+@pytest.mark.parametrize(("name", "changes", "dtype"), further([
+    ("adapter", {"model": "{path: tiny, implementation: transformers}"}, "float32"),
+    ("bf16", {"with_": "{bf16: {}, packing: {}, attention: {}}"}, "bfloat16"),
+], 1))  # fmt: skip
+def test_other_runs(name, changes, dtype, call, cache, here):
     """Nothing is rounded where the weights were trained in the type that they are written in."""
     of = run(cache, name, **changes)
     facts = exported(call, str(of), "--out", "out")
@@ -232,7 +190,7 @@ def test_other_runs(name: str, changes: dict[str, str], dtype: str, call: Call, 
     assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
-def test_damaged_checkpoints_are_passed_over(call: Call, trained: Path) -> None:
+def test_damaged_checkpoints_are_passed_over(call, trained):
     (trained / "checkpoints" / "best.json").unlink()
     (trained / "checkpoints" / "step-000006" / "rank-0.safetensors").write_bytes(b"")
     facts = exported(call, "run", "--out", "out")
@@ -245,7 +203,7 @@ def test_damaged_checkpoints_are_passed_over(call: Call, trained: Path) -> None:
     assert "nothing to export" in said and "step-000002: manifest.json has no digest" in said
 
 
-def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
+def test_what_is_refused(call, trained, here):
     assert "no such folder" in refused(call, "nowhere")
     assert "no run.yaml in it" in refused(call, ".")
     assert "there are: step-000006, step-000004, step-000002" in refused(call, "run", "--checkpoint", "3")
@@ -264,7 +222,7 @@ def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
     assert not (trained / "model").exists() and not list(here.glob("*.tmp"))
 
 
-def test_another_model_than_was_trained(call: Call, trained: Path, model: Path, here: Path) -> None:
+def test_another_model_than_was_trained(call, trained, model, here):
     """The published model changed since; parameters that are the checkpoint's alone."""
     shutil.copytree(model, here / "other")
     settings = yaml.safe_load((trained / "run.yaml").read_text()) | {"model": {"path": "other"}}
@@ -275,7 +233,7 @@ def test_another_model_than_was_trained(call: Call, trained: Path, model: Path, 
     assert "the model's config.json changed: " in refused(call, "run", "--out", "none")
 
 
-def test_adapters(call: Call, cache: Path, here: Path) -> None:
+def test_adapters(call, cache, here):
     """Merged in float32; or as PEFT's files, which give the same logits on the base."""
     from peft import PeftModel
 
@@ -294,7 +252,7 @@ def test_adapters(call: Call, cache: Path, here: Path) -> None:
     assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max() and not torch.allclose(before, theirs, atol=1e-3)
 
 
-def test_adapters_that_meant_something_else(call: Call, cache: Path, here: Path) -> None:
+def test_adapters_that_meant_something_else(call, cache, here):
     shutil.copytree(run(cache, "lora", with_="{lora: {rank: 4}, packing: {}}"), here / "run")
     settings = yaml.safe_load((here / "run" / "run.yaml").read_text())
     settings["with"]["lora"]["alpha"] = 2.0
@@ -305,7 +263,7 @@ def test_adapters_that_meant_something_else(call: Call, cache: Path, here: Path)
 
 
 @pytest.mark.slow
-def test_a_base_that_training_rounded_and_a_folder_that_is_gone(call: Call, cache: Path, here: Path) -> None:
+def test_a_base_that_training_rounded_and_a_folder_that_is_gone(call, cache, here):
     """Under amp frozen matrices multiply in bf16, and so they are written. What adapters began with is not needed."""
     of, begun = run(cache, "lora", with_="{lora: {rank: 4}, packing: {}}"), cache / "begun"
     shutil.copytree(of / "adapter", begun)
@@ -319,7 +277,7 @@ def test_a_base_that_training_rounded_and_a_folder_that_is_gone(call: Call, cach
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
-def test_weights_stored_in_few_bits_are_written_dense(call: Call, cache: Path, here: Path) -> None:
+def test_weights_stored_in_few_bits_are_written_dense(call, cache, here):
     of = run(cache, "nf4", with_="{nf4: {}, lora: {rank: 4, targets: attention}, packing: {}}")
     found = exported(call, str(of), "--out", "out")["compared"]
     assert found["rounded"] and found["relative"] < 1e-4
@@ -331,7 +289,7 @@ def test_weights_stored_in_few_bits_are_written_dense(call: Call, cache: Path, h
 EVIL = "<img src=x onerror=alert(1)> [click](https://evil.example) | `x` **b** \x1b[31m\nwww.evil.example # h"
 
 
-def test_the_card_is_escaped(trained: Path, here: Path) -> None:
+def test_the_card_is_escaped(trained, here):
     text = model_card.escaped(EVIL)
     assert "<" not in text and "\x1b" not in text and "\n" not in text
     assert r"\[click\]\(https\://evil\.example\)" in text and r"\|" in text and r"www\.evil" in text
@@ -345,7 +303,7 @@ def test_the_card_is_escaped(trained: Path, here: Path) -> None:
     assert front == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["optrush"]}
 
 
-def test_what_the_card_says(call: Call, trained: Path, model: Path, here: Path) -> None:
+def test_what_the_card_says(call, trained, model, here):
     """The base's licence, a hub id, and the run's own figures; no path of this machine."""
     base = here / "base"
     shutil.copytree(model, base)
@@ -367,7 +325,7 @@ def test_what_the_card_says(call: Call, trained: Path, model: Path, here: Path) 
     model_card.card(Config.model_validate(changes | {"output": "x"}), trained, 4, base)
 
 
-def test_the_card_has_no_path_of_what_is_gone(trained: Path, here: Path) -> None:
+def test_the_card_has_no_path_of_what_is_gone(trained, here):
     (here / "notes").mkdir()
     named = {
         f"{here}/gone/base": "base", f"{here}/*/chat-*.jsonl": "chat-*.jsonl", "notes/gone": "gone",
@@ -383,13 +341,13 @@ def test_the_card_has_no_path_of_what_is_gone(trained: Path, here: Path) -> None
         assert str(here) not in text and "secret/" not in text
 
 
-def test_what_others_made_is_left(call: Call, cache: Path, trained: Path, here: Path) -> None:
+def test_what_others_made_is_left(call, cache, trained, here):
     """Folders called as export's own; of a run at work, and of whoever."""
     for folder in (here / "other.tmp", here / "other.tmp.tmp", here / "other.old.tmp", trained / "model.tmp"):
         folder.mkdir()
         (folder / "config.json").write_text("mine")
 
-    def untouched() -> bool:
+    def untouched():
         return all((f / "config.json").read_text() == "mine" for f in (here / "other.tmp", trained / "model.tmp"))
 
     assert "the temporary folder " in refused(call, "run", "--out", "other") and untouched()
@@ -403,15 +361,15 @@ def test_what_others_made_is_left(call: Call, cache: Path, trained: Path, here: 
     assert all((here / f / "config.json").is_file() for f in ("kept", "other.tmp.tmp", "other.old.tmp"))
 
 
-def test_data_that_cannot_be_read_is_not_there(call: Call, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+def test_data_that_cannot_be_read_is_not_there(call, trained, monkeypatch):
+    def fail(*_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(exporting.readers, "attempts", fail)
     assert "random tokens" in exported(call, "run")["compared"]["texts"]
 
 
-def test_nothing_is_left_of_what_failed(call: Call, trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_of_what_failed(call, trained, here, monkeypatch):
     """A full disk, no memory, a run that is at work there."""
     with run_dir.lock(trained):
         assert "another run is using it" in refused(call, "run")
@@ -422,7 +380,7 @@ def test_nothing_is_left_of_what_failed(call: Call, trained: Path, here: Path, m
     }
     for error, (code, said) in errors.items():
 
-        def fail(*_: Any, error: BaseException = error) -> None:
+        def fail(*_, error=error):
             raise error
 
         monkeypatch.setattr(exporting, "write_generation", fail)
@@ -434,25 +392,21 @@ def test_nothing_is_left_of_what_failed(call: Call, trained: Path, here: Path, m
 # --- GGUF
 
 
-def test_a_gguf_file(call: Call, trained: Path) -> None:
+def test_a_gguf_file(call, trained):
     facts = exported(call, "run", "--to", "gguf", "--gguf-type", "f32", "--out", "m.gguf")
     assert facts["out"] == "m.gguf" and Path("m.gguf").stat().st_size == facts["size_bytes"]
     assert not list(Path().glob(".gguf-*")) and not Path("m.gguf.tmp").exists()
     assert call("export", "run", "--to", "gguf", "--out", "m.gguf").code == 2, "an existing file stays"
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--gguf-type", "f16"), "--to hf"),
-        (("--to", "gguf", "--adapter"), "--adapter with --to gguf"),
-        (("--to", "gguf", "--dtype", "float16"), "--dtype float16 with --to gguf"),
-        (("--to", "fp8", "--adapter"), "--adapter with --to fp8"),
-        (("--to", "gguf", "--max-shard-gb", "1"), "--max-shard-gb with --to gguf"),
-        (("--to", "gguf", "--out", "folder"), "not a .gguf file"),
-    ],
-)
-def test_flags_of_gguf(call: Call, trained: Path, flags: tuple[str, ...], says: str) -> None:
+@pytest.mark.parametrize(("flags", "says"), [
+    (("--gguf-type", "f16"), "--to hf"), (("--to", "gguf", "--adapter"), "--adapter with --to gguf"),
+    (("--to", "gguf", "--dtype", "float16"), "--dtype float16 with --to gguf"),
+    (("--to", "fp8", "--adapter"), "--adapter with --to fp8"),
+    (("--to", "gguf", "--max-shard-gb", "1"), "--max-shard-gb with --to gguf"),
+    (("--to", "gguf", "--out", "folder"), "not a .gguf file"),
+])  # fmt: skip
+def test_flags_of_gguf(call, trained, flags, says):
     found = call("export", "run", *flags)
     assert found.code == 2 and says in found.err
 
@@ -460,7 +414,7 @@ def test_flags_of_gguf(call: Call, trained: Path, flags: tuple[str, ...], says: 
 # --- 8-bit floats
 
 
-def test_a_folder_in_8_bit_floats(call: Call, trained: Path) -> None:
+def test_a_folder_in_8_bit_floats(call, trained):
     """Read back, each weight is as near as three bits of mantissa allow; all else is what the other folder has."""
     exported(call, "run", "--out", "plain")
     facts = exported(call, "run", "--to", "fp8")
@@ -486,16 +440,16 @@ def test_a_folder_in_8_bit_floats(call: Call, trained: Path) -> None:
 
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-                     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "num_experts": 0,
-                   "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
-def test_convolutions_keep_their_type(kind: str, tmp_path: Path) -> None:
+def test_convolutions_keep_their_type(kind, tmp_path):
     """A convolution's weight has three dimensions, as one tensor of all experts has."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0}  # fmt: skip
@@ -516,7 +470,7 @@ def test_convolutions_keep_their_type(kind: str, tmp_path: Path) -> None:
     assert "lm_head" in listed and sorted(name for name in listed if "proj" in name) == beyond
 
 
-def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+def test_experts_in_one_tensor_are_refused(tmp_path):
     (tmp_path / "to").mkdir()
     save_file({"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 4, 4)}, tmp_path / "model.safetensors")
     sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_local_experts": 2, "head_dim": 2}
@@ -549,7 +503,7 @@ class Hub:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+def hub(monkeypatch):
     found = Hub()
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: found)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_verysecret")
@@ -557,7 +511,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     return found
 
 
-def test_a_pushed_folder_has_its_card(call: Call, trained: Path, hub: Hub) -> None:
+def test_a_pushed_folder_has_its_card(call, trained, hub):
     facts = exported(call, "run", "--push", "cooks/first", "--no-verify")
     assert facts["pushed"] == "https://hub/cooks/first"
     (made, options), (repository, files) = hub.calls
@@ -565,7 +519,7 @@ def test_a_pushed_folder_has_its_card(call: Call, trained: Path, hub: Hub) -> No
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
 
 
-def test_a_failed_upload_keeps_the_folder_and_the_token(call: Call, trained: Path, hub: Hub) -> None:
+def test_a_failed_upload_keeps_the_folder_and_the_token(call, trained, hub):
     hub.error = ValueError("refused for hf_verysecret")
     found = call("export", "run", "--push", "cooks/first", "--no-verify")
     assert found.code == 1 and "could not be uploaded to cooks/first: ValueError: refused for ***" in found.err
@@ -573,9 +527,7 @@ def test_a_failed_upload_keeps_the_folder_and_the_token(call: Call, trained: Pat
 
 
 @pytest.mark.parametrize("case", ["name", "offline", "token"])
-def test_a_push_that_cannot_begin_writes_nothing(
-    call: Call, trained: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_a_push_that_cannot_begin_writes_nothing(call, trained, hub, monkeypatch, case):
     if case == "offline":
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     if case == "token":

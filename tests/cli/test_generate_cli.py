@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trained import ROWS, run
+from trained import ROWS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optrush import generation
@@ -20,40 +19,19 @@ from optrush.errors import DataError
 from optrush.generation import prompts
 from optrush.technique import Requirement
 
-from clirun import Found, write_rows
+from clirun import document_of, error_of, write_rows
 
-Call = Callable[..., Found]
+generated, refused = document_of("generate"), error_of("generate")
+
 USER = {"role": "user", "content": "How do I make soup?"}
 KINDS: list[dict[str, Any]] = [
-    {"messages": [USER]},
-    ROWS[0],
-    {"prompt": "Rice for two, please, and not too salty."},
-    {"text": "Salt the water, then"},
-    {"prompt": "Chop the", "completion": " onions."},
+    {"messages": [USER]}, ROWS[0], {"prompt": "Rice for two, please, and not too salty."},
+    {"text": "Salt the water, then"}, {"prompt": "Chop the", "completion": " onions."},
     {"conversations": [{"from": "human", "value": "Pie?"}]},
-]
+]  # fmt: skip
 
 
-@pytest.fixture
-def trained(cache: Path) -> Path:
-    return run(cache)
-
-
-def generated(call: Call, *arguments: str) -> dict[str, Any]:
-    found = call("generate", *arguments, "--json")
-    assert found.code == 0, found.err
-    assert found.out.count("\n") == 1
-    return dict(json.loads(found.out))
-
-
-def refused(call: Call, *arguments: str) -> str:
-    found = call("generate", *arguments)
-    assert found.code == 2 and found.out == "", found
-    assert [line.partition(":")[0] for line in found.err.strip().splitlines()] == ["asked", "found", "do"], found.err
-    return found.err
-
-
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -76,7 +54,7 @@ class Plain:
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
-def test_the_answers_are_transformers_own(call: Call, trained: Path, model: Path, here: Path) -> None:
+def test_the_answers_are_transformers_own(call, trained, model, here):
     """Every kind of row, unequal lengths padded in one batch; two models, and the rows' own answers."""
     write_rows(here / "p.jsonl", KINDS)
     flags = ("--prompts", "p.jsonl", "--greedy", "--max-tokens", "10", "--batch", "4")
@@ -97,7 +75,7 @@ def test_the_answers_are_transformers_own(call: Call, trained: Path, model: Path
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_neighbour_takes_no_room(trained: Path, here: Path, streams: bool) -> None:
+def test_a_neighbour_takes_no_room(trained, here, streams):
     """Each answer is as long as alone, whatever else is in the batch; the likeliest token forever, so none ends."""
     folder = shutil.copytree(trained / "model", here / "m")
     config = json.loads((folder / "config.json").read_text())
@@ -113,7 +91,7 @@ def test_a_neighbour_takes_no_room(trained: Path, here: Path, streams: bool) -> 
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_how_to_draw_is_the_flags_word(trained: Path, here: Path, streams: bool) -> None:
+def test_how_to_draw_is_the_flags_word(trained, here, streams):
     """Beams, several answers or other cuts in the folder's generation config change neither greedy nor drawn answers;
     a penalty of the model's own does.
     """
@@ -135,17 +113,11 @@ def test_how_to_draw_is_the_flags_word(trained: Path, here: Path, streams: bool)
     assert answers[2][0] != answers[0][0]
 
 
-@pytest.mark.parametrize(
-    ("file", "more", "device"),
-    [
-        ("config.json", {"dtype": "float64"}, "cpu"), ("config.json", {}, "cuda"),
-        ("generation_config.json", {"no_repeat_ngram_size": 1}, "cpu"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_our_own_decoder_leaves_to_transformers(
-    trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch, file: str, more: dict[str, Any], device: str
-) -> None:
+@pytest.mark.parametrize(("file", "more", "device"), [
+    ("config.json", {"dtype": "float64"}, "cpu"), ("config.json", {}, "cuda"),
+    ("generation_config.json", {"no_repeat_ngram_size": 1}, "cpu"),
+], ids=str)  # fmt: skip
+def test_what_our_own_decoder_leaves_to_transformers(trained, here, monkeypatch, file, more, device):
     """Types that it does not compute in, a penalty, and a GPU where no kernel can be made."""
     folder = shutil.copytree(trained / "model", here / "m")
     given = json.loads((folder / file).read_text())
@@ -155,7 +127,7 @@ def test_what_our_own_decoder_leaves_to_transformers(
     assert generation._decoder(generation.find_model("m"), torch.device(device)) == (None, None)
 
 
-def test_one_model_and_the_seed(call: Call, trained: Path, here: Path) -> None:
+def test_one_model_and_the_seed(call, trained, here):
     write_rows(here / "p.jsonl", KINDS[:3])
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         found = call("generate", str(trained), "--prompts", "p.jsonl", "--out", f"{name}.jsonl", "--seed", seed,
@@ -167,13 +139,12 @@ def test_one_model_and_the_seed(call: Call, trained: Path, here: Path) -> None:
     assert {r["finish"] for r in a} <= {"stop", "length"} and all(0 < r["tokens"] <= 10 for r in a)
 
 
-def test_what_a_prompt_is(here: Path) -> None:
+def test_what_a_prompt_is(here):
     rows: list[dict[str, Any]] = [
-        {"instruction": "Make soup", "input": "of leeks"},
-        {"instruction": "Make soup", "output": "Chop."},
+        {"instruction": "Make soup", "input": "of leeks"}, {"instruction": "Make soup", "output": "Chop."},
         {"prompt": [USER]},
         {"prompt": [USER], "chosen": [{"role": "assistant", "content": "Yes."}],
-         "rejected": [{"role": "assistant", "content": "No."}]},
+            "rejected": [{"role": "assistant", "content": "No."}]},
         {"messages": [USER, {"role": "assistant", "content": "A"}, USER, {"role": "assistant", "content": "B"}]},
     ]  # fmt: skip
     write_rows(here / "p.jsonl", rows)
@@ -200,7 +171,7 @@ def test_what_a_prompt_is(here: Path) -> None:
             list(prompts(here / "bad.jsonl"))
 
 
-def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
+def test_what_is_refused(call, trained, here):
     write_rows(here / "p.jsonl", [{"messages": [USER]}])
     some = ("tiny", "--prompts", "p.jsonl", "--out", "a.jsonl")
     assert "no MODEL" in refused(call) and "no MODEL" in refused(call, "tiny", "--prompts", "p.jsonl")
@@ -225,10 +196,10 @@ def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
     assert not (here / "a.jsonl").exists() and not list(here.glob("*.part"))
 
 
-def test_out_of_memory(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory(call, here, monkeypatch):
     from optrush import generation
 
-    def full(*_: Any) -> None:
+    def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     write_rows(here / "p.jsonl", [{"messages": [USER]}])

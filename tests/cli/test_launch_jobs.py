@@ -1,11 +1,8 @@
 """Job files: the Slurm script run with stand-ins for srun and scontrol; the others read; what is refused."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ import yaml
 
 from optrush.launch import NOT_SHARED
 
-from clirun import Found, metrics
+from clirun import metrics
 
 CONFIG = """\
   # a first line that is further in than the others
@@ -41,18 +38,15 @@ sys.exit(max(task.wait() for task in tasks))
 SCONTROL = "#!/bin/bash\nif [ $1 = requeue ]; then echo $2 > again; else echo 127.0.0.1; fi\n"
 
 
-Call = Callable[..., Found]
-
-
 @pytest.fixture
-def launch(write: Callable[..., str], call: Call) -> Call:
+def launch(write, call):
     """`optrush launch` of a small run on two ranks."""
     write(CONFIG)
     return lambda *flags: call("launch", "run.yaml", *flags)
 
 
 @pytest.mark.slow
-def test_a_slurm_job_saves_before_its_end_and_goes_on(launch: Call, tmp_path: Path) -> None:
+def test_a_slurm_job_saves_before_its_end_and_goes_on(launch, tmp_path):
     done = launch("--slurm", "--hardware", "2xh100", "--set", "train.steps=40", "--time", "1:00:00")
     assert done == (0, "sbatch job.slurm\n", "")
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
@@ -62,7 +56,7 @@ def test_a_slurm_job_saves_before_its_end_and_goes_on(launch: Call, tmp_path: Pa
     path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "here", "OMP_NUM_THREADS": "1"}
 
-    def submit() -> int:
+    def submit():
         return subprocess.run(["bash", "job.slurm"], env=env, capture_output=True, timeout=120, check=False).returncode
 
     assert submit() == 143
@@ -72,14 +66,14 @@ def test_a_slurm_job_saves_before_its_end_and_goes_on(launch: Call, tmp_path: Pa
     assert max(steps) == 40 and len(steps) == len(set(steps)), steps
 
 
-def test_a_slurm_job_is_sent_a_signal_and_queued_again(launch: Call) -> None:
+def test_a_slurm_job_is_sent_a_signal_and_queued_again(launch):
     assert launch("--slurm", "--hardware", "2xh100", "--time", "1:00:00").code == 0
     script = Path("job.slurm").read_text()
     assert "USR1" in script and "scontrol requeue" in script and "--time=1:00:00" in script
     assert subprocess.run(["bash", "-n", "job.slurm"], check=False).returncode == 0
 
 
-def test_a_kubernetes_job_carries_the_configuration(launch: Call) -> None:
+def test_a_kubernetes_job_carries_the_configuration(launch):
     flags = ("--hardware", "2x8xh100:infiniband", "--image", "a/b:1", "--volume", "shared")
     changes = ("--set", "batch.tokens=1024", "--setup", "ulimit -l unlimited")
     assert launch("--kubernetes", *flags, *changes).code == 0
@@ -95,13 +89,12 @@ def test_a_kubernetes_job_carries_the_configuration(launch: Call) -> None:
     assert subprocess.run(["bash", "-n", "-c", script], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("hardware", "hosts", "run"),
-    [("1xh100", "1", "exec python3 -m optrush train run.yaml --without ddp --resume auto\n"),
-     ("8xa100-80", "1", "exec python3 -m optrush train run.yaml --set batch.tokens=1024 --resume auto --ranks 8\n"),
-     ("2x8xh100:ethernet", "2", f"export {NOT_SHARED}")],
-)  # fmt: skip
-def test_a_skypilot_task(launch: Call, hardware: str, hosts: str, run: str) -> None:
+@pytest.mark.parametrize(("hardware", "hosts", "run"), [
+    ("1xh100", "1", "exec python3 -m optrush train run.yaml --without ddp --resume auto\n"),
+    ("8xa100-80", "1", "exec python3 -m optrush train run.yaml --set batch.tokens=1024 --resume auto --ranks 8\n"),
+    ("2x8xh100:ethernet", "2", f"export {NOT_SHARED}"),
+])  # fmt: skip
+def test_a_skypilot_task(launch, hardware, hosts, run):
     change = ("--without", "ddp") if hardware == "1xh100" else ("--set", "batch.tokens=1024")
     task = yaml.safe_load(launch("--skypilot", "--hardware", hardware, *change, "--out", "-").out)
     assert run in task["run"] and task["num_nodes"] == int(hosts)
@@ -110,21 +103,15 @@ def test_a_skypilot_task(launch: Call, hardware: str, hosts: str, run: str) -> N
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "found"),
-    [((), "no scheduler"),
-     (("--slurm", "--skypilot"), "--slurm and --skypilot"),
-     (("--slurm", "--image", "x"), "--image x"),
-     (("--kubernetes", "--volume", "v"), "no --image"),
-     (("--kubernetes", "--image", "x"), "no --volume"),
-     (("--slurm", "--time", "soon"), "not a time of Slurm"),
-     (("--slurm", "--partition", "a b\n#SBATCH"), "characters"),
-     (("--slurm", "--setup", "a\nb"), "several lines"),
-     (("--slurm", "--hardware", "cpu"), "no GPU"),
-     (("--slurm", "--hardware", "2xh100", "--without", "ddp"), "ddp"),
-     (("--slurm", "--hardware", "2xh100", "--set", "model={shape: llama-3.1-70b}"), "GiB")],
-)  # fmt: skip
-def test_what_cannot_be_launched(launch: Call, flags: tuple[str, ...], found: str) -> None:
+@pytest.mark.parametrize(("flags", "found"), [
+    ((), "no scheduler"), (("--slurm", "--skypilot"), "--slurm and --skypilot"),
+    (("--slurm", "--image", "x"), "--image x"), (("--kubernetes", "--volume", "v"), "no --image"),
+    (("--kubernetes", "--image", "x"), "no --volume"), (("--slurm", "--time", "soon"), "not a time of Slurm"),
+    (("--slurm", "--partition", "a b\n#SBATCH"), "characters"), (("--slurm", "--setup", "a\nb"), "several lines"),
+    (("--slurm", "--hardware", "cpu"), "no GPU"), (("--slurm", "--hardware", "2xh100", "--without", "ddp"), "ddp"),
+    (("--slurm", "--hardware", "2xh100", "--set", "model={shape: llama-3.1-70b}"), "GiB"),
+])  # fmt: skip
+def test_what_cannot_be_launched(launch, flags, found):
     done = launch(*flags)
     assert done.code == 2 and found in done.err and len(done.err.splitlines()) == 3, done.err
     assert not Path("job.slurm").exists()
@@ -133,7 +120,7 @@ def test_what_cannot_be_launched(launch: Call, flags: tuple[str, ...], found: st
 @pytest.mark.parametrize(
     ("folder", "name"), [("runs/2024", "run-2024"), ("runs/on", "run-on"), ("runs/1e3.b", "run-1e3-b"), ("a b", "a-b")]
 )
-def test_names_are_text_that_begins_with_a_letter(launch: Call, folder: str, name: str) -> None:
+def test_names_are_text_that_begins_with_a_letter(launch, folder, name):
     flags = ("--hardware", "2xh100", "--volume", "7", "--set", f"output={folder}", "--out", "-")
     _, service, job = yaml.safe_load_all(launch("--kubernetes", "--image", "x", *flags).out)
     claim = job["spec"]["template"]["spec"]["volumes"][1]["persistentVolumeClaim"]["claimName"]
@@ -142,7 +129,7 @@ def test_names_are_text_that_begins_with_a_letter(launch: Call, folder: str, nam
     assert (task["name"], task["volumes"]["/data"]) == (name, "7")
 
 
-def test_a_file_is_not_overwritten(launch: Call) -> None:
+def test_a_file_is_not_overwritten(launch):
     Path("job.slurm").write_text("mine")
     assert "it exists" in launch("--slurm", "--hardware", "2xh100").err
     assert Path("job.slurm").read_text() == "mine"

@@ -1,21 +1,16 @@
 """`optrush train --overfit N`: it learns one batch by heart, or names the mistake; each mistake is made here."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
 import os
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from test_wrong_input import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from optrush.config import parse_config
@@ -23,21 +18,18 @@ from optrush.decide import decide
 from optrush.trainer import overfit as module
 from optrush.trainer.overfit import OverfitTrace, likely_cause, run_overfit
 
-from clirun import Found, edited, write_rows
-from pair import Pair
+from clirun import edited, refused, write_rows
 
-Call = Callable[..., Found]
-Write = Callable[..., str]
 SMALL = {"batch": {"seq": 128, "tokens": 128}, "optim": {"lr": 3e-3}, "data": {"eval": None}}
 
 
-def trace(**changes: Any) -> OverfitTrace:
+def trace(**changes):
     """Steps that fell a little, and stopped."""
     losses = [7.0 - 5.0 * (1 - 0.8**n) for n in range(100)]
     return dataclasses.replace(OverfitTrace(losses, 7.0, losses[-1], [1.0] * 100, False, 1e-3, 100), **changes)
 
 
-def document(found: Found, code: int) -> dict[str, Any]:
+def document(found, code):
     assert found.code == code, found
     answer: dict[str, Any] = json.loads(found.out)
     assert answer["reached"] == (code == 0) == (answer["cause"] is None)
@@ -45,7 +37,7 @@ def document(found: Found, code: int) -> dict[str, Any]:
     return answer
 
 
-def test_one_batch_is_learnt(call: Call, write: Write, here: Path) -> None:
+def test_one_batch_is_learnt(call, write, here):
     """To a loss near zero, on the run's own first step; nothing is written."""
     before = sorted(here.rglob("*"))
     config = write(**SMALL)
@@ -60,11 +52,11 @@ def test_one_batch_is_learnt(call: Call, write: Write, here: Path) -> None:
     assert first["loss"] == pytest.approx(answer["first_loss"], rel=1e-6), "the very batch that the run begins with"
 
 
-def on_a_rank(text: str) -> dict[str, Any]:
+def on_a_rank(text):
     return dataclasses.asdict(run_overfit(decide(parse_config(text, "run.yaml")), 2, 8))
 
 
-def test_several_batches_and_ranks(box: Path, pair: Pair) -> None:
+def test_several_batches_and_ranks(box, pair):
     run = {
         "model": str(box / "untied"), "objective": "sft", "data": {"path": str(box / "chat.jsonl")},
         "batch": {"seq": 48, "tokens": 384}, "optim": {"lr": 1e-3}, "output": str(box / "none"),
@@ -80,14 +72,11 @@ def test_several_batches_and_ranks(box: Path, pair: Pair) -> None:
     assert one["found"] == two["found"] and not (box / "none").exists()
 
 
-@pytest.mark.parametrize(
-    ("lr", "cause", "says", "do"),
-    [
-        ("1e-6", "lr too small", "the loss falls too slowly", "optim.lr=1e-05"),
-        ("3.0", "lr too large", "", "optim.lr=0.3"),
-    ],
-)
-def test_learning_rates(call: Call, write: Write, lr: str, cause: str, says: str, do: str) -> None:
+@pytest.mark.parametrize(("lr", "cause", "says", "do"), [
+    ("1e-6", "lr too small", "the loss falls too slowly", "optim.lr=1e-05"),
+    ("3.0", "lr too large", "", "optim.lr=0.3"),
+])  # fmt: skip
+def test_learning_rates(call, write, lr, cause, says, do):
     sets = ["--set", f"optim.lr={lr}", "--overfit-steps", "12"]
     config = write(**SMALL)
     answer = document(call("train", config, "--overfit", "1", *sets, "--json"), 1)
@@ -99,14 +88,14 @@ def test_learning_rates(call: Call, write: Write, lr: str, cause: str, says: str
         assert lines == [f"found: {answer['found']}", f"do:    {answer['do']}"]
 
 
-def test_weights_that_rounding_holds(call: Call, write: Write) -> None:
+def test_weights_that_rounding_holds(call, write):
     sets = ["--set", "optim.lr=1e-7", "--overfit-steps", "4", "--with", "bf16:rounding=nearest", "--json"]
     answer = document(call("train", write(**SMALL), "--overfit", "1", *sets), 1)
     assert answer["cause"] == "lr too small"
     assert "rounding=stochastic (bfloat16 rounds small updates away)" in answer["do"]
 
 
-def changed(model: Path, folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> str:
+def changed(model, folder, change):
     """The model with other weights."""
     edited(model, folder)
     (folder / "model.safetensors").unlink()
@@ -115,24 +104,21 @@ def changed(model: Path, folder: Path, change: Callable[[str, torch.Tensor], tor
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("change", "cause", "says"),
-    [
-        (lambda name, t: t * math.nan if "o_proj" in name else t, "not finite", "the loss is nan before"),
-        (lambda _, t: torch.zeros_like(t), "no gradient", "the gradient is zero in every step"),
-    ],
-)
+@pytest.mark.parametrize(("change", "cause", "says"), [
+    (lambda name, t: t * math.nan if "o_proj" in name else t, "not finite", "the loss is nan before"),
+    (lambda _, t: torch.zeros_like(t), "no gradient", "the gradient is zero in every step"),
+])  # fmt: skip
 def test_broken_weights(
-    call: Call, write: Write, here: Path, model: Path,
-    change: Callable[[str, torch.Tensor], torch.Tensor], cause: str, says: str,
-) -> None:  # fmt: skip
+    call, write, here, model,
+    change, cause, says,
+):  # fmt: skip
     config = write(**SMALL, model=changed(model, here / "broken", change))
     answer = document(call("train", config, "--overfit", "1", "--overfit-steps", "4", "--json"), 1)
     assert answer["cause"] == cause and says in answer["found"]
     assert (answer["loss"] is None) == (cause == "not finite")
 
 
-def test_pairs(call: Call, write: Write, here: Path) -> None:
+def test_pairs(call, write, here):
     """Of preferences: to the loss near zero that only right answers have; with smoothed labels to their entropy."""
     ask, good, bad = "How do I make a soup?", "Chop onions.", "No idea."
     talk = [{"role": "user", "content": ask}]
@@ -146,7 +132,7 @@ def test_pairs(call: Call, write: Write, here: Path) -> None:
     assert smooth["floor"] == pytest.approx(floor) and floor < smooth["loss"] <= 1.01 * floor
 
 
-def test_only_the_pairs_that_are_shown_get_a_reference(call: Call, write: Write, here: Path) -> None:
+def test_only_the_pairs_that_are_shown_get_a_reference(call, write, here):
     """And the cache has none of them."""
     rows = [{"prompt": f"Soup {i}? ", "chosen": "Yes, with two onions.", "rejected": "No."} for i in range(40)]
     write_rows(here / "pairs.jsonl", rows)
@@ -157,7 +143,7 @@ def test_only_the_pairs_that_are_shown_get_a_reference(call: Call, write: Write,
     assert "the reference of" not in found.err and not (here / "kept" / "reference").exists()
 
 
-def test_dropout_keeps_the_loss_up(call: Call, write: Write, here: Path, model: Path) -> None:
+def test_dropout_keeps_the_loss_up(call, write, here, model):
     config = AutoConfig.for_model(
         "gpt2", vocab_size=2048, n_embd=64, n_layer=1, n_head=2, n_positions=128, bos_token_id=1, eos_token_id=2,
         resid_pdrop=0.6, embd_pdrop=0.6,
@@ -170,11 +156,11 @@ def test_dropout_keeps_the_loss_up(call: Call, write: Write, here: Path, model: 
     assert answer["loss"] <= 0.05 and "where dropout is on" in answer["found"]
 
 
-def test_nothing_is_learnt(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_learnt(call, write, monkeypatch):
     """Rows whose answers were all cut off are refused before; batches without a target can still come first."""
     inner = module.batches
 
-    def without(*given: Any) -> Any:
+    def without(*given):
         for window in inner(*given):
             yield [dataclasses.replace(b, labels=torch.full_like(b.labels, -100), n_terms=0) for b in window]
 
@@ -184,26 +170,19 @@ def test_nothing_is_learnt(call: Call, write: Write, monkeypatch: pytest.MonkeyP
     assert "optrush data show" in answer["do"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "cause"),
-    [
-        ({}, "stuck"),
-        ({"losses": [7.0, 3.0] * 20, "after": 3.0}, "lr too large"),
-        ({"after": 8.0}, "lr too large"),
-        ({"losses": [7.0, math.inf], "after": math.inf}, "lr too large"),
-        ({"norms": [1.0, math.nan]}, "lr too large"),
-        ({"losses": [7.0 - 0.01 * n for n in range(100)], "after": 6.0}, "lr too small"),
-        ({"losses": [7.0] * 9, "after": 7.0}, "lr too small"),
-        ({"before": math.nan}, "not finite"),
-        ({"norms": [0.0] * 4}, "no gradient"),
-    ],
-)
-def test_diagnoses(changes: dict[str, Any], cause: str) -> None:
+@pytest.mark.parametrize(("changes", "cause"), [
+    ({}, "stuck"), ({"losses": [7.0, 3.0] * 20, "after": 3.0}, "lr too large"), ({"after": 8.0}, "lr too large"),
+    ({"losses": [7.0, math.inf], "after": math.inf}, "lr too large"), ({"norms": [1.0, math.nan]}, "lr too large"),
+    ({"losses": [7.0 - 0.01 * n for n in range(100)], "after": 6.0}, "lr too small"),
+    ({"losses": [7.0] * 9, "after": 7.0}, "lr too small"), ({"before": math.nan}, "not finite"),
+    ({"norms": [0.0] * 4}, "no gradient"),
+])  # fmt: skip
+def test_diagnoses(changes, cause):
     named, found, do = likely_cause(trace(**changes))
     assert named == cause and found and do
 
 
-def test_flags_that_say_nothing_together(call: Call, write: Write) -> None:
+def test_flags_that_say_nothing_together(call, write):
     config = write(**SMALL)
     for flags, says in (
         (["--overfit", "1", "--dry-run"], "--overfit with --dry-run"),

@@ -1,11 +1,8 @@
 """`optrush plan` as a user and as a program call it: what it shows, what it writes, what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,16 +13,12 @@ from optrush import hardware
 from optrush.config import parse_config
 from optrush.planner import answer
 
-from clirun import Found
-
-Call = Callable[..., Found]
-
 LLAMA = Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml"
 # Steps of one row, where the answer does not rest on their size: a search of a quarter of the time.
 ONE_ROW = ("--set", "batch.tokens=2048", "--set", "batch.micro_tokens=2048")
 
 
-def test_for_people(call: Call) -> None:
+def test_for_people(call):
     short = call("plan", str(LLAMA), "--hardware", "h200", *ONE_ROW)
     first = short.out.splitlines()[0]
     assert (
@@ -35,32 +28,11 @@ def test_for_people(call: Call) -> None:
         and "USD" in first
     )
     assert "as configured: " in short.out and "backward.gate_up" not in short.out
-    found = call("plan", str(LLAMA), "--hardware", "h200", "--details", *ONE_ROW)
-    assert found.code == 0
-    for text in (
-        "as configured", "NVIDIA H200: ", "usable (139.8 in all), fits", "█", "tokens/s (basis: datasheet)",
-        "x 8 bytes (weights 2 + gradients 2 + states 4)", "backward.gate_up", "TFLOP", "GB moved", "the best of",
-        "  1. ", "  3. ", "beside the best", "without attention", "llama-3.1-70b", "does not fit",
-        "h per billion tokens",
-    ):  # fmt: skip
-        assert text in found.out, text
-    assert max(map(len, found.out.splitlines())) <= 168
 
 
-def test_for_programs(call: Call) -> None:
-    found = call(
-        "plan",
-        str(LLAMA),
-        "--hardware",
-        "2xh200",
-        "--with",
-        "fsdp",
-        "--set",
-        "batch.micro_tokens=2048",
-        "--json",
-        "--set",
-        "batch.tokens=4096",
-    )
+def test_for_programs(call):
+    rows = ("--set", "batch.micro_tokens=2048", "--set", "batch.tokens=4096")
+    found = call("plan", str(LLAMA), "--hardware", "2xh200", "--with", "fsdp", *rows, "--json")
     document = json.loads(found.out)
     assert document["fits"] is True and document["basis"] == "datasheet" and document["refused"] is None
     assert sum(line["bytes"] for line in document["lines"]) == document["peak_bytes"]
@@ -70,7 +42,7 @@ def test_for_programs(call: Call) -> None:
         assert other["fits"] and {"ddp", "fsdp"} & other["with"].keys()
 
 
-def test_how_long_a_run_takes_as_it_is_written(call: Call, tmp_path: Path) -> None:
+def test_how_long_a_run_takes_as_it_is_written(call, tmp_path):
     """Steps that the file gives, and steps by an estimate of the data's tokens."""
     path = tmp_path / "run.yaml"
     path.write_text("{model: tiny, objective: sft, data: {sample: recipes}, output: o, with: {fused-adamw: {}}}")
@@ -85,18 +57,16 @@ def test_how_long_a_run_takes_as_it_is_written(call: Call, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("beside", [("--out", "x.yaml"), ("--price", "0"), ("--details",), ("--keep-maths",)])
-def test_a_question_takes_no_option_that_it_would_ignore(call: Call, here: Path, beside: tuple[str, ...]) -> None:
+def test_a_question_takes_no_option_that_it_would_ignore(call, here, beside):
     found = call("plan", str(LLAMA), "--hardware", "h200", "--solve", "batch", *beside)
     assert found.code == 2 and f"--solve batch with {beside[0]}" in found.err and not Path("x.yaml").exists()
     assert "with --hardware" in call("plan", str(LLAMA), "--hardware", "h200", "--solve", "cheapest").err
 
 
-@pytest.mark.parametrize(
-    ("what", "card", "steps", "hours"),
-    [("tokens=1e9", "h100", 30518, None), ("hours=2", "h100", None, 2), ("usd=5", "2xh100", None, 5 / 2.71 / 2),
-     ("hours=0.5", "l4", None, 0.5)],
-)  # fmt: skip
-def test_steps_within_a_limit(call: Call, what: str, card: str, steps: int | None, hours: float | None) -> None:
+@pytest.mark.parametrize(("what", "card", "steps", "hours"), further([
+    ("tokens=1e9", "h100", 30518, None), ("usd=5", "2xh100", None, 5 / 2.71 / 2), ("hours=2", "l4", None, 2),
+], 2))  # fmt: skip
+def test_steps_within_a_limit(call, what, card, steps, hours):
     """The steps that hours, dollars or tokens allow take as long as the plan of so many steps says."""
     given = ["plan", "meta-llama/Llama-3.2-1B", "--set", "method=lora", "--hardware", card, "--json"]
     found = json.loads(call(*given, "--solve", what).out)
@@ -105,24 +75,23 @@ def test_steps_within_a_limit(call: Call, what: str, card: str, steps: int | Non
     assert planned["hours"] == pytest.approx(found["hours"], rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("what", "card", "said"),
-    [("usd=5", "l4", "no list price of NVIDIA L4"), ("tokens=many", "h100", "write tokens=1e9"),
-     ("hours=2", "mi300x", "is not known"), ("hours=1e-3", "h100", "start, one step and end take"),
-     ("time", "h100", "hours=2, usd=5, tokens=1e9; without --solve the plan has the time")],
-)  # fmt: skip
-def test_limits_that_cannot_be_met(call: Call, what: str, card: str, said: str) -> None:
+@pytest.mark.parametrize(("what", "card", "said"), [
+    ("usd=5", "l4", "no list price of NVIDIA L4"), ("tokens=many", "h100", "write tokens=1e9"),
+    ("hours=2", "mi300x", "is not known"), ("hours=1e-3", "h100", "start, one step and end take"),
+    ("time", "h100", "hours=2, usd=5, tokens=1e9; without --solve the plan has the time"),
+])  # fmt: skip
+def test_limits_that_cannot_be_met(call, what, card, said):
     found = call("plan", "meta-llama/Llama-3.2-1B", "--set", "method=lora", "--hardware", card, "--solve", what)
     assert found.code == 2 and said in found.err
 
 
 @pytest.mark.parametrize("key", ["train.hours", "train.max_time", "train.budget", "train.cost", "deadline"])
-def test_a_limit_as_a_key_is_a_question_of_the_plan(call: Call, key: str) -> None:
+def test_a_limit_as_a_key_is_a_question_of_the_plan(call, key):
     found = call("plan", "meta-llama/Llama-3.2-1B", "--hardware", "h100", "--set", f"{key}=2")
     assert found.code == 2 and "no key: optrush plan CONFIG --solve " in found.err
 
 
-def test_answers_name_the_rows_that_they_are_for(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_name_the_rows_that_they_are_for(call, monkeypatch):
     """Cards are compared with the rows that a run on a card has, whatever machine asks."""
     monkeypatch.setattr(hardware, "PRICES_USD_H", {"4090": 0.29, "h100": 2.71})
     for given in (["cheapest"], ["gpus", "--hardware", "4090"], ["largest-model", "--hardware", "4090"]):
@@ -130,7 +99,7 @@ def test_answers_name_the_rows_that_they_are_for(call: Call, monkeypatch: pytest
         assert ", rows of 2,048 tokens: lora, " in found.out, found
 
 
-def test_a_card_whose_rates_are_not_known(call: Call) -> None:
+def test_a_card_whose_rates_are_not_known(call):
     """No speed, time or price; what is slower on other cards and saves nothing that is needed comes later."""
     given = [str(LLAMA), "--hardware", "mi300x", *ONE_ROW]
     text = call("plan", *given, "--details").out
@@ -144,7 +113,7 @@ def test_a_card_whose_rates_are_not_known(call: Call) -> None:
     assert not {"recompute", "selective-recompute"} & document["alternatives"][0]["with"].keys()
 
 
-def test_sets_without_what_only_the_user_chooses_are_no_answer(call: Call, tmp_path: Path) -> None:
+def test_sets_without_what_only_the_user_chooses_are_no_answer(call, tmp_path):
     """Groups of 3000 tokens divide no row; a group that does is in every set."""
     given = [str(LLAMA), "--hardware", "h200", "--with", "lora", *ONE_ROW]
     out = tmp_path / "out.yaml"
@@ -158,7 +127,7 @@ def test_sets_without_what_only_the_user_chooses_are_no_answer(call: Call, tmp_p
     assert whole.code == 0 and first.startswith("fits on") and "which you named" not in first
 
 
-def test_what_cannot_run_there_is_said_and_others_are_found(call: Call) -> None:
+def test_what_cannot_run_there_is_said_and_others_are_found(call):
     small = ["--set", "model.shape=qwen2.5-0.5b", "--hardware", "t4", *ONE_ROW]  # the 1B model fits there in no way
     found = call("plan", str(LLAMA), *small)
     assert found.code == 0
@@ -168,7 +137,7 @@ def test_what_cannot_run_there_is_said_and_others_are_found(call: Call) -> None:
     assert document["refused"]["found"].startswith("Tesla T4") and document["alternatives"]
 
 
-def test_out_is_a_run(call: Call, tmp_path: Path) -> None:
+def test_out_is_a_run(call, tmp_path):
     file = tmp_path / "best.yaml"
     found = call("plan", str(LLAMA), "--hardware", "4090", "--out", str(file), *ONE_ROW)
     assert found.code == 0 and str(file) in found.err
@@ -179,7 +148,7 @@ def test_out_is_a_run(call: Call, tmp_path: Path) -> None:
     assert again["fits"] and again["alternatives"][0]["with"] == dict(best.with_)
 
 
-def test_out_has_the_rate_of_adapters(call: Call, tmp_path: Path) -> None:
+def test_out_has_the_rate_of_adapters(call, tmp_path):
     for number, flags in enumerate((["--set", "method=lora"], ["--set", "method=full"], ["--set", "optim.lr=3e-5"])):
         config = tmp_path / f"{number}.yaml"
         config.write_text(
@@ -191,14 +160,14 @@ def test_out_has_the_rate_of_adapters(call: Call, tmp_path: Path) -> None:
         assert yaml.safe_load(out.read_text())["optim"]["lr"] == (2e-4, 2e-5, 3e-5)[number]
 
 
-def refused(call: Call, *arguments: str) -> str:
+def refused(call, *arguments):
     found = call("plan", *arguments)
     assert found.code == 2, found.out
     assert [line.split(":")[0] for line in found.err.splitlines()[-3:]] == ["asked", "found", "do"]
     return found.err
 
 
-def test_refusals(call: Call, tmp_path: Path) -> None:
+def test_refusals(call, tmp_path):
     assert "the hardware h300" in refused(call, str(LLAMA), "--hardware", "h300")
     assert "3 ranks cannot share" in refused(call, str(LLAMA), "--hardware", "3xh200", "--with", "fsdp")
     there = tmp_path / "there.yaml"
@@ -210,21 +179,22 @@ def test_refusals(call: Call, tmp_path: Path) -> None:
     assert "No such file" in refused(call, str(LLAMA), "--hardware", "h200", "--out", str(tmp_path / "a" / "b.yaml"))
 
 
-def test_a_refused_run_is_not_written(call: Call, tmp_path: Path) -> None:
+def test_a_refused_run_is_not_written(call, tmp_path, monkeypatch):
     """Without --out the plan is the answer, which says it too."""
+    monkeypatch.setattr(answer, "_nearest", lambda *_: iter(()))
     given = (str(LLAMA), "--hardware", "t4", "--with", "bf16", *ONE_ROW, "--set", "model.shape=llama-3.1-70b")
     assert "`bf16` needs a device" in refused(call, *given, "--out", str(tmp_path / "best.yaml"))
     assert not (tmp_path / "best.yaml").exists()
 
 
-def test_what_fits_in_no_way_is_refused(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_in_no_way_is_refused(call, tmp_path, monkeypatch):
     """What would fit is another test's."""
     monkeypatch.setattr(answer, "_nearest", lambda *_: iter(()))
     given = [str(LLAMA), "--hardware", "1GiB", "--out", str(tmp_path / "none.yaml"), *ONE_ROW]
     assert "no setting fits" in refused(call, *given)
 
 
-def test_the_page_shows_what_it_prints(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_what_it_prints(call, monkeypatch):
     root = LLAMA.parents[1]
     page = (root / "docs" / "plan.md").read_text("utf-8")
     monkeypatch.chdir(root)
@@ -233,20 +203,19 @@ def test_the_page_shows_what_it_prints(call: Call, monkeypatch: pytest.MonkeyPat
 
 
 SMALL = {
-    "model_type": "stablelm", "hidden_size": 64, "intermediate_size": 160,
-    "num_hidden_layers": 3, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
-    "max_position_embeddings": 4096,
+    "model_type": "stablelm", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096,
 }  # fmt: skip
 
 
-def model(here: Path, **changes: object) -> Path:
+def model(here, **changes):
     """Write a folder with a config.json alone."""
     here.mkdir(exist_ok=True)
     (here / "config.json").write_text(json.dumps({**SMALL, **changes}))
     return here
 
 
-def test_a_model_without_a_yaml(call: Call, tmp_path: Path) -> None:
+def test_a_model_without_a_yaml(call, tmp_path):
     """A folder is enough; what its blocks keep is traced."""
     folder = str(model(tmp_path / "m"))
     found = call("plan", folder, "--hardware", "h100")
@@ -264,8 +233,8 @@ def test_a_model_without_a_yaml(call: Call, tmp_path: Path) -> None:
     assert beside.code == 2 and "--set data.path=random" in beside.err
 
 
-@pytest.mark.parametrize("objective", further(["dpo", "grpo", "kto", "sft"], 2))
-def test_a_model_with_another_objective(call: Call, objective: str) -> None:
+@pytest.mark.parametrize("objective", further(["grpo", "dpo", "kto", "sft"], 1))
+def test_a_model_with_another_objective(call, objective):
     """What the first run of a model leaves to its objective is not refused as if the user had written it."""
     given = ["plan", "Qwen/Qwen2.5-0.5B", "--hardware", "h100", "--set", f"objective={objective}", "--json"]
     document = json.loads(call(*given, "--data", "sample:recipes").out)
@@ -274,33 +243,28 @@ def test_a_model_with_another_objective(call: Call, objective: str) -> None:
     assert "name a file of rows with " in found.out + found.err and "batch.tokens" not in found.err
 
 
-@pytest.mark.parametrize(
-    ("flags", "first", "code"),
-    [
-        (["--set", "objective=dpo"], "no data given for `objective: dpo`; planned with rows that are full:", 0),
-        (["--set", "objective=kto", "--with", "ia3"], "no data given for `objective: kto`; planned with", 0),
-        (["--set", "method=qlora", "--with", "int8"], "invalid as configured: `nf4` with `int8`: both own", 2),
-        (["--set", "method=full", "--with", "int8"], "invalid as configured: `int8`: no technique sets", 2),
-        (["--with", "bf16", "--with", "amp"], "invalid as configured: `amp` with `bf16`: both own", 0),
-    ],
-)
-def test_a_refusal_comes_before_what_fits(call: Call, flags: list[str], first: str, code: int) -> None:
+@pytest.mark.parametrize(("flags", "first", "code"), [
+    (["--set", "objective=kto", "--with", "ia3"], "no data given for `objective: kto`; planned with", 0),
+    (["--set", "method=qlora", "--with", "int8"], "invalid as configured: `nf4` with `int8`: both own", 2),
+    (["--with", "bf16", "--with", "amp"], "invalid as configured: `amp` with `bf16`: both own", 0),
+])  # fmt: skip
+def test_a_refusal_comes_before_what_fits(call, flags, first, code):
     """What fits is not said first where the run as asked is refused, nor that nothing fits."""
     found = call("plan", "Qwen/Qwen3-0.6B", "--hardware", "4090", *flags)
     assert found.out.startswith(first) and found.code == code and "does NOT fit" not in found.out
     assert "as configured: refused\n  asked: " in found.out
 
 
-@pytest.mark.parametrize("flags", [["int8"], ["recompute"], ["lora", "--with", "int8"], ["fp8"]])
-def test_a_technique_of_a_models_first_run_joins_what_is_chosen(call: Call, flags: list[str]) -> None:
+@pytest.mark.parametrize("flags", further([["lora", "--with", "int8"], ["fp8"], ["int8"], ["recompute"]], 1))
+def test_a_technique_of_a_models_first_run_joins_what_is_chosen(call, flags):
     """As `optrush init --with` chooses the others: not a run of this technique alone."""
     found = call("plan", "Qwen/Qwen3-1.7B", "--hardware", "4090", "--with", *flags)
     (configured,) = (line for line in found.out.splitlines() if line.startswith("as configured: "))
     assert found.out.startswith("fits on") and " GiB, fits; " in configured and " attention" in found.out
 
 
-@pytest.mark.parametrize(("hardware", "prompts"), [("h100", 8), ("2xh100", 8), ("4090", 2048)])
-def test_sampled_answers_have_one_speed(call: Call, tmp_path: Path, hardware: str, prompts: int) -> None:
+@pytest.mark.parametrize(("hardware", "prompts"), further([("4090", 2048), ("h100", 8), ("2xh100", 8)], 1))
+def test_sampled_answers_have_one_speed(call, tmp_path, hardware, prompts):
     """The set is chosen by what a rank samples, and in the precision of the set."""
     (tmp_path / "sums.jsonl").write_text('{"prompt": "What is two and two, and why?", "completion": "4"}\n' * 64)
     given = ["--set", "objective=grpo", "--set", "method=qlora", "--data", str(tmp_path / "sums.jsonl")]
@@ -311,14 +275,14 @@ def test_sampled_answers_have_one_speed(call: Call, tmp_path: Path, hardware: st
     assert one == other and "steps; answers decide how long" in lines[0]
 
 
-def test_a_card_without_a_price_is_said(call: Call) -> None:
+def test_a_card_without_a_price_is_said(call):
     given = ("plan", "Qwen/Qwen3-0.6B", "--hardware")
     assert call(*given, "l4").out.splitlines()[0].endswith(", no list price (--price USD)")
-    for more in (["l4", "--price", "0.8"], ["4090"], ["cpu"]):
+    for more in (["l4", "--price", "0.8"], ["4090"]):
         assert "no list price" not in call(*given, *more).out
 
 
-def test_what_fits_is_said_once(call: Call) -> None:
+def test_what_fits_is_said_once(call):
     """Where the maths of the precision fit in no way, what to do is the answer, and not another setting."""
     for card, does in (
         ("4090", "  do:    take a setting above: --out FILE writes the first"),
@@ -329,15 +293,15 @@ def test_what_fits_is_said_once(call: Call) -> None:
         assert does in found.out and "write `" not in found.out and "your file" not in found.out
 
 
-def test_rows_of_a_model_are_as_long_as_asked(call: Call) -> None:
+def test_rows_of_a_model_are_as_long_as_asked(call):
     """A step holds whole rows, also where one of them is longer than the usual step."""
-    for length, ranks in ((131_072, 1), (65_536, 2), (3000, 4)):
+    for length, ranks in ((131_072, 1), (3000, 4)):
         given = ("--hardware", f"{ranks}xh100", "--set", f"batch.seq={length}", "--set", "method=qlora", "--json")
         found = call("plan", "meta-llama/Llama-3.1-8B", *given)
         assert found.code == 0 and json.loads(found.out)["answer"]["fits"], found.err
 
 
-def test_the_memory_of_the_host_is_compared(call: Call, tmp_path: Path) -> None:
+def test_the_memory_of_the_host_is_compared(call, tmp_path):
     asked = ("plan", "shape:llama-3.1-8b", "--hardware", "4090", "--set", "method=full", "--set", "optim.clip=null")
     asked += ("--set", "batch.tokens=2048", "--set", "batch.seq=2048")
     found = call(*asked, "--host-memory", "64")
@@ -347,7 +311,7 @@ def test_the_memory_of_the_host_is_compared(call: Call, tmp_path: Path) -> None:
     assert refused.code == 2 and "name a GPU" in refused.err
 
 
-def test_a_model_without_a_plan(call: Call, tmp_path: Path) -> None:
+def test_a_model_without_a_plan(call, tmp_path):
     """Its code is in its folder, and is not run: the weights are all that is known."""
     folder = str(model(tmp_path / "m", model_type="somebodys", hidden_size=4096, num_hidden_layers=32))
     found = call("plan", folder, "--hardware", "4090")

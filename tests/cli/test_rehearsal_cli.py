@@ -1,24 +1,17 @@
 """What a user sees of the rehearsal and of `micro_tokens: auto`."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
 from optrush.config import parse_config
 from optrush.trainer import run
 
-from clirun import Found, metrics
+from clirun import metrics
 
-Call = Callable[..., Found]
-Write = Callable[..., str]
 AUTO = {"tokens": 512, "micro_tokens": "auto"}
 
 
-def test_auto(call: Call, write: Write, here: Path) -> None:
+def test_auto(call, write, here):
     """It trains; the folder's run.yaml has the number and is itself runnable, with the same losses."""
     found = call("train", write(batch=AUTO, train={"steps": 2}))
     assert found.code == 0, found.err
@@ -31,7 +24,7 @@ def test_auto(call: Call, write: Write, here: Path) -> None:
     assert losses[0] == losses[1] and len(losses[0]) == 2
 
 
-def test_plan_and_dry_run_take_auto(call: Call, write: Write, here: Path) -> None:
+def test_plan_and_dry_run_take_auto(call, write, here):
     config = write(batch=AUTO)
     for command in (("plan", config, "--hardware", "cpu"), ("train", config, "--dry-run")):
         found = call(*command)
@@ -43,12 +36,10 @@ def test_plan_and_dry_run_take_auto(call: Call, write: Write, here: Path) -> Non
     ("micro", "way"),
     [(256, "set batch.micro_tokens: 128, or auto; or --with recompute"), (128, "--with recompute; or")],
 )
-def test_what_does_not_fit(
-    call: Call, write: Write, here: Path, monkeypatch: pytest.MonkeyPatch, micro: int, way: str
-) -> None:
+def test_what_does_not_fit(call, write, here, monkeypatch, micro, way):
     """Exit code 2, three lines, and nothing was written."""
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1.00 GiB free.")
 
     monkeypatch.setattr(run, "_largest_step", full)

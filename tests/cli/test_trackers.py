@@ -1,10 +1,7 @@
 """`tracker:` as people write it: the short form and the long one, and what is refused before anything is asked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +17,7 @@ from clirun import Found
 Call, Write = Callable[..., Found], Callable[..., str]
 
 
-def test_one_key_or_several(write: Write, here: Path) -> None:
+def test_one_key_or_several(write, here):
     """`tracker: wandb` is the mapping with its defaults; flags change either; run.yaml is read back to the same."""
     text = Path(write(tracker="wandb")).read_text()
     short = parse_config(text, "run.yaml")
@@ -33,25 +30,20 @@ def test_one_key_or_several(write: Write, here: Path) -> None:
     assert parse_config(text, "run.yaml", sets=["tracker=null"]).tracker is None
 
 
-@pytest.mark.parametrize(
-    ("tracker", "asked", "found", "do"),
-    [
-        ("trackio", "`tracker`", "'trackio'", "'mlflow' or 'wandb'"),
-        ("mlfow", "`tracker`", "'mlfow'", "'mlflow' or 'wandb'"),
-        ({"name": "mlflow", "url": "x"}, "`tracker.url`", "no such key", "did you mean `uri`?"),
-        ({"project": "p"}, "`tracker.name`", "it is missing", "add `tracker.name:`"),
-        ("mlflow", "`tracker: mlflow`", "MLFLOW_TRACKING_URI", "tracker.offline: true"),
-        ({"name": "mlflow", "uri": "http://h", "offline": True}, "`tracker.offline: true`", "`tracker.uri`", "remove"),
-        ({"name": "mlflow", "uri": "sqlite:///a.db"}, "`tracker: mlflow`", "sqlite:///a.db", "tracker.offline: true"),
-        ({"name": "mlflow", "uri": "http://u:c4n4ry@h"}, "`tracker.uri`", "a user or password", "remove it"),
-        ({"name": "mlflow", "uri": "http://h/?t=c4n4ry"}, "`tracker.uri`", "more than host and path", "environment"),
-        ({"name": "wandb", "run": "https://c4n4ry@h/r"}, "`tracker.run`", "a user or password", "remove it"),
-        ("http://u:c4n4ry@h", "`tracker`", "http://***@h", "'mlflow' or 'wandb'"),
-    ],
-)
-def test_what_is_refused(
-    tracker: Any, asked: str, found: str, do: str, write: Write, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("tracker", "asked", "found", "do"), [
+    ("trackio", "`tracker`", "'trackio'", "'mlflow' or 'wandb'"),
+    ("mlfow", "`tracker`", "'mlfow'", "'mlflow' or 'wandb'"),
+    ({"name": "mlflow", "url": "x"}, "`tracker.url`", "no such key", "did you mean `uri`?"),
+    ({"project": "p"}, "`tracker.name`", "it is missing", "add `tracker.name:`"),
+    ("mlflow", "`tracker: mlflow`", "MLFLOW_TRACKING_URI", "tracker.offline: true"),
+    ({"name": "mlflow", "uri": "http://h", "offline": True}, "`tracker.offline: true`", "`tracker.uri`", "remove"),
+    ({"name": "mlflow", "uri": "sqlite:///a.db"}, "`tracker: mlflow`", "sqlite:///a.db", "tracker.offline: true"),
+    ({"name": "mlflow", "uri": "http://u:c4n4ry@h"}, "`tracker.uri`", "a user or password", "remove it"),
+    ({"name": "mlflow", "uri": "http://h/?t=c4n4ry"}, "`tracker.uri`", "more than host and path", "environment"),
+    ({"name": "wandb", "run": "https://c4n4ry@h/r"}, "`tracker.run`", "a user or password", "remove it"),
+    ("http://u:c4n4ry@h", "`tracker`", "http://***@h", "'mlflow' or 'wandb'"),
+])  # fmt: skip
+def test_what_is_refused(tracker, asked, found, do, write, call, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     got = call("train", write(tracker=tracker))
     lines = got.err.splitlines()
@@ -61,12 +53,12 @@ def test_what_is_refused(
     assert "c4n4ry" not in got.err
 
 
-def test_a_flag_with_a_password(write: Write, call: Call) -> None:
+def test_a_flag_with_a_password(write, call):
     got = call("train", write(), "--set", "tracker=http://u:c4n4ry@h")
     assert got.code == 2 and "c4n4ry" not in got.err and "***@h" in got.err
 
 
-def test_no_verb_writes_a_password(write: Write, call: Call, here: Path) -> None:
+def test_no_verb_writes_a_password(write, call, here):
     """Every verb that reads a configuration refuses it, and leaves no file behind."""
     config = write(tracker={"name": "mlflow", "uri": "http://u:c4n4ry@h"})
     before = sorted(here.iterdir())
@@ -80,7 +72,7 @@ def test_no_verb_writes_a_password(write: Write, call: Call, here: Path) -> None
     assert sorted(here.iterdir()) == before
 
 
-def test_an_error_moves_no_terminal(call: Call, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_moves_no_terminal(call, here, capsys):
     Path("bad.yaml").write_text('model: "\\e[2J\\e]0;x\\a"\nobjective: sft\noutput: out\ndata: {random: 1}\nbatch: 1\n')
     for arguments in (("train", "bad.yaml"), ("chat", "no\x1b[31mwhere")):
         got = call(*arguments)
@@ -92,14 +84,14 @@ def test_an_error_moves_no_terminal(call: Call, here: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("name", list(trackers.NAMES))
-def test_a_package_that_is_not_here(name: str, write: Write, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_here(name, write, call, monkeypatch):
     monkeypatch.setattr(trackers, "library", lambda package: None)
     got = call("train", write(tracker={"name": name, "offline": True}))
     assert got.code == 2 and f"asked: `tracker: {name}`" in got.err and "is not installed" in got.err
     assert f"do:    pip install 'optrush[{name}]'" in got.err and not Path("out").exists()
 
 
-def test_anothers_message_without_secrets() -> None:
+def test_anothers_message_without_secrets():
     environment = {"SOME_API_KEY": "c4n4ry", "PATH": "plainly", "A_TOKEN": "abc"}
     text = "401 for http://me:pw@host/x with c4n4ry, plainly abc"
     assert scrubbed(text, environment) == "401 for http://***@host/x with ***, plainly abc"

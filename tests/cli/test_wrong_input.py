@@ -1,13 +1,10 @@
 """Whatever a user gets wrong: exit code 2, three lines that name it and say what to do, and nothing is written."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +16,9 @@ from optrush.models import tiny
 from optrush.models.published import SHAPES
 from optrush.models.source import _published
 
-from clirun import Found, edited, write_rows
+from clirun import edited, refused, write_rows
 
-Call = Callable[..., Found]
-Write = Callable[..., str]
 on_cpu = pytest.mark.skipif(bool(hardware.probe()), reason="this machine has what the technique needs")
-
-
-def refused(found: Found, *says: str, output: str | None = "out") -> None:
-    """Exit code 2, nothing on stdout, exactly asked/found/do, every fragment in them; `output` was not made."""
-    assert found.code == 2, found
-    assert found.out == ""
-    lines = found.err.splitlines()
-    assert [line[:7] for line in lines] == ["asked: ", "found: ", "do:    "], found.err
-    assert all(line[7:].strip() for line in lines), found.err
-    for fragment in says:
-        assert fragment in found.err, f"{fragment!r} is not in\n{found.err}"
-    if output is not None:
-        assert not Path(output).exists()
 
 
 # --- the YAML as text: what is wrong with it, and what the message must say
@@ -44,30 +26,20 @@ def refused(found: Found, *says: str, output: str | None = "out") -> None:
 TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown key": ("model: tiny\noptim: {lrr: 1}\n", ("run.yaml:2: `optim.lrr`", "no such key", "did you mean `lr`?")),
     "unknown key at the top": ("modle: tiny\n", ("run.yaml:1: `modle`", "did you mean `model`?")),
-    "unknown key unlike any": ("zzz: 1\n", ("run.yaml:1: `zzz`", "known: batch, data, ")),
     "unknown key of a model": ("model: {pth: x}\n", ("run.yaml:1: `model.pth`", "did you mean `path`?")),
     "duplicate key": ("model: tiny\nseed: 1\nseed: 2\n", ("run.yaml:3", "`seed` appears twice", "keep")),
-    "duplicate key inside": ("optim:\n  lr: 1\n  lr: 2\n", ("run.yaml:3", "`lr` appears twice")),
     "alias": ("model: &m tiny\noutput: *m\n", ("run.yaml:2", "the alias *m", "write the value out")),
-    "alias bomb": (
-        "a: &a [1,1]\nb: &b [*a,*a]\nc: [*b,*b]\n", ("run.yaml:2", "the alias *a", "write the value out"),
-    ),
-    "tag": (
-        "model: !!python/object/apply:os.system ['touch out']\n", ("run.yaml:1", "python/object/apply:os.system"),
-    ),
-    "scalar tag": ("model: !!python/name:os.system x\n", ("run.yaml:1", "python/name:os.system", "write a plain")),
-    "tag of a mapping": ("data: !include {path: x}\n", ("run.yaml:1", "!include")),
+    "tag": ("model: !!python/object/apply:os.system ['touch out']\n", ("run.yaml:1", "python/object/apply:os.system")),
     "not YAML": ("model: [tiny\n", ("run.yaml:", "not YAML", "fix that line")),
     "a tab": ("data:\n\tpath: x\n", ("run.yaml:2", "not YAML")),
     "empty": ("", ("run.yaml", "nothing at the top", "start with `model:`")),
-    "only a comment": ("# model: tiny\n", ("run.yaml", "nothing at the top")),
     "a list": ("- model: tiny\n", ("run.yaml", "no mapping at the top", "start with `model:`")),
     "two documents": ("model: tiny\n---\nmodel: tiny\n", ("run.yaml:", "not YAML", "expected a single document")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_text(name: str, call: Call, write: Write) -> None:
+def test_text(name, call, write):
     text, says = TEXTS[name]
     refused(call("train", write(text)), *says)
 
@@ -78,7 +50,6 @@ Case = tuple[dict[str, Any], list[str], tuple[str, ...]]
 VALUES: dict[str, Case] = {
     "missing key": ({"objective": None}, [], ("`objective`", "it is missing", "add `objective:`")),
     "text for a number": ({"batch": {"seq": "big"}}, [], ("`batch.seq`", "'big'", "give a whole number")),
-    "fraction for a whole": ({"batch": {"seq": 1.5}}, [], ("`batch.seq`", "1.5", "give a whole number")),
     "text for a switch": ({"train": {"overwrite": "yes"}}, [], ("`train.overwrite`", "'yes'", "give true or false")),
     "infinite rate": ({"optim": {"lr": float("inf")}}, [], ("`optim.lr`", "inf", "finite")),
     "negative rate": ({"optim": {"lr": -1e-3}}, [], ("`optim.lr`", "-0.001", "give a number above 0")),
@@ -127,12 +98,7 @@ VALUES: dict[str, Case] = {
     "eval fraction of few": (
         {"data": {"eval": 0.01}}, [], ("0.01 of the data", "12 rows: this fraction gives 0", "change the fraction"),
     ),
-    "no chat template": (
-        {"model": {"path": "tiny", "chat_template": "no.jinja"}}, [],
-        ("`model.chat_template: no.jinja`", "no such file", "jinja template"),
-    ),
     "no model": ({"model": "./models/none"}, [], ("the model ./models/none", "no such folder", "hub id, or `tiny`")),
-    "model by a short name": ({"model": "llama"}, [], ("the model llama", "no such folder", "hub id, or `tiny`")),
     "a shape as init takes it": (
         {"model": "shape:llama-3.1-8b"}, [],
         ("the model shape:llama-3.1-8b", "no such folder", "write `model: {shape: llama-3.1-8b}`", "or `tiny`"),
@@ -184,8 +150,6 @@ VALUES: dict[str, Case] = {
             (f"`model.shape: {name}`", "no such shape", do),
         ) for name, do in (
             ("LLAMA-3.1-8b", "did you mean `llama-3.1-8b`?"), ("zzz", "are in docs/models.md"),
-            ("1", "nearest: llama-3"),
-            ("deepseek-v3", "nearest: deepseek-ai"),
         )
     },
     "text longer than T": (
@@ -200,7 +164,6 @@ VALUES: dict[str, Case] = {
     "unknown technique": (
         {"with": {"pakcing": {}}}, [], ("the technique `pakcing`", "no such technique", "did you mean `packing`?"),
     ),
-    "unknown technique by flag": ({}, ["--with", "zzz"], ("the technique `zzz`", "known: adam4bit, adam8bit, amp")),
     "unknown option": (
         {"with": {"attention": {"imp": "sdpa"}}}, [], ("`attention: imp`", "no such option", "did you mean `impl`?"),
     ),
@@ -229,7 +192,6 @@ VALUES: dict[str, Case] = {
         ("`ddp` with `fsdp`", "both own the data-parallel axis", "turn one off: --without ddp or --without fsdp"),
     ),
     "fsdp on one rank": ({"with": {"fsdp": {}}}, [], ("`fsdp`", "one rank", "--ranks 2 or torchrun")),
-    "ddp on one rank": ({"with": {"ddp": {}}}, [], ("`ddp`", "one rank", "--ranks 2 or torchrun")),
     "ranks without either": ({}, ["--ranks", "2"], ("2 ranks", "no technique shares the work", "--with ddp")),
     "recompute none": (
         {"with": {"recompute": {"every": 99}}}, [],
@@ -250,14 +212,10 @@ VALUES: dict[str, Case] = {
     "set through a value": ({}, ["--set", "seed.x=1"], ("`seed`", "{'x': 1}", "give a whole number")),
     "set of a wrong type": ({}, ["--set", "seed=abc"], ("--set seed=abc: `seed`", "'abc'", "give a whole number")),
     "with an option unset": ({}, ["--with", "recompute:every"], ("--with recompute:every", "'every' has no value")),
-    "with nothing": ({}, ["--with", ""], ("the technique ``", "no such technique")),
     "without what is not there": ({}, ["--without", "amp"], ("--without amp", "`with` holds packing", "remove")),
     # resuming
     "resume nothing": ({}, ["--resume", "no-such"], ("no-such", )),
     "allow without resume": ({}, ["--allow-change", "data"], ("--allow-change", "no --resume", "leave it out")),
-    "learn the last of everything": (
-        {"objective": "pretrain", "data": {"train_on": "last"}}, [], ("train_on: last", "learns every token"),
-    ),
     "learn the answers of everything": (
         {"objective": "pretrain", "data": {"train_on": "answer"}}, [], ("train_on: answer", "learns every token"),
     ),
@@ -274,24 +232,22 @@ VALUES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_value(name: str, call: Call, write: Write) -> None:
+def test_value(name, call, write):
     changes, flags, says = VALUES[name]
     refused(call("train", write(**{("with_" if k == "with" else k): v for k, v in changes.items()}), *flags), *says)
 
 
 @on_cpu
 @pytest.mark.parametrize(("impl", "wanted"), [("varlen", "8.0"), ("cudnn", "9.0")])
-def test_gpu_technique_on_a_cpu(impl: str, wanted: str, call: Call, write: Write) -> None:
+def test_gpu_technique_on_a_cpu(impl, wanted, call, write):
     found = call("train", write(), "--with", f"attention:impl={impl}", "--with", "amp")
     refused(
-        found,
-        f"`attention:impl={impl}` needs a CUDA device of capability {wanted}",
-        "a CPU only",
+        found, f"`attention:impl={impl}` needs a CUDA device of capability {wanted}", "a CPU only",
         "turn the technique off",
-    )
+    )  # fmt: skip
 
 
-def test_no_configuration(call: Call, here: Path) -> None:
+def test_no_configuration(call, here):
     refused(call("train", "no.yaml"), "the configuration no.yaml", "no such file", "name a YAML file")
     refused(call("train", "."), "the configuration .", "no such file")
     (here / "latin.yaml").write_bytes(b"output: caf\xe9\n")
@@ -301,18 +257,13 @@ def test_no_configuration(call: Call, here: Path) -> None:
 # --- models
 
 CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "experts of a dense type": ({"num_experts": 8}, ("num_experts = 8", "dense")),
-    "a router's balance loss": (
-        {"model_type": "qwen2_moe", "output_router_logits": True, "router_aux_loss_coef": 0.01},
-        ("output_router_logits true", "times 0.01", '"output_router_logits": false'),
-    ),
+    "a router's balance loss": ({"model_type": "qwen2_moe", "output_router_logits": True,
+        "router_aux_loss_coef": 0.01}, ("output_router_logits true", "times 0.01", '"output_router_logits": false')),
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, ("an encoder-decoder", "causal")),
-    "quantised": (
-        {"quantization_config": {"quant_method": "hqq"}}, ("weights quantised on disk", "hqq", "unquantised"),
-    ),
-    "unknown rope": (
-        {"rope_parameters": {"rope_type": "llama33", "rope_theta": 1e4}}, ("RoPE type 'llama33'", "fix rope_type"),
-    ),
+    "quantised": ({"quantization_config": {"quant_method": "hqq"}},
+        ("weights quantised on disk", "hqq", "unquantised")),
+    "unknown rope": ({"rope_parameters": {"rope_type": "llama33", "rope_theta": 1e4}},
+        ("RoPE type 'llama33'", "fix rope_type")),
     "no size": ({"hidden_size": None}, ("hidden_size is None", "positive whole number")),
     "sizes do not divide": ({"num_key_value_heads": 5}, ("num_key_value_heads 5", "multiple of key/value heads")),
     "weights of another size": ({"intermediate_size": 256}, ("gate_proj", "check that config.json fits the weights")),
@@ -321,13 +272,13 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_model_config(name: str, call: Call, write: Write, model: Path, here: Path) -> None:
+def test_model_config(name, call, write, model, here):
     changes, says = CONFIGS[name]
     edited(model, here / "m", **changes)
     refused(call("train", write(model="m")), *says)
 
 
-def test_model_folder(call: Call, write: Write, model: Path, here: Path) -> None:
+def test_model_folder(call, write, model, here):
     folder = here / "m"
     folder.mkdir()
     refused(call("train", write(model="m")), "the model m", "a folder without config.json", "Hugging Face")
@@ -349,7 +300,7 @@ def test_model_folder(call: Call, write: Write, model: Path, here: Path) -> None
     refused(call("train", write(model="m")), "the weights in m", "pytorch_model.bin")
 
 
-def test_tokenizer(call: Call, write: Write, model: Path, here: Path) -> None:
+def test_tokenizer(call, write, model, here):
     edited(model, here / "none")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (here / "none" / name).unlink()
@@ -365,7 +316,7 @@ def test_tokenizer(call: Call, write: Write, model: Path, here: Path) -> None:
     refused(call("train", write(model="slow")), "the tokenizer of slow", "tokenizer.json")
 
 
-def test_template(call: Call, write: Write, model: Path, here: Path) -> None:
+def test_template(call, write, model, here):
     (here / "t.jinja").write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
     refused(
         call("train", write(model={"path": "tiny", "chat_template": "t.jinja"})),
@@ -388,23 +339,17 @@ def test_template(call: Call, write: Write, model: Path, here: Path) -> None:
 
 ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cut off": ('{"messages": [{"role": "user"', ("not valid JSON (cut off?)",)),
-    "no assistant": ('{"messages": [{"role": "user", "content": "Hm"}]}', ("no assistant turn",)),
-    "no target": ('{"text": "", "id": 3}', ("text is empty",)),
     "unknown role": ('{"messages": [{"role": "bot", "content": "Hm"}]}', ("messages[0].role is 'bot'", "assistant")),
-    "empty turn": ('{"messages": [{"role": "assistant", "content": " "}]}', ("messages[0].content", "empty assistant")),
     "captions": ('{"image": "a.png", "caption": "Hm"}', ("images with captions", "init --data FOLDER")),
     "pictures": ('{"img_path": "a.png", "answer": "Hm"}', ("images with captions", "in metadata.csv")),
-    "questions": ('{"image": "a.png", "question": "Hm?", "answer": "Hm"}', ("images with captions",)),
     "files": ('{"file_name": "a.png", "caption": "Hm"}', ("images with captions", "init --data FOLDER")),
     "descriptions": ('{"images": ["a.png"], "description": "Hm"}', ("images with captions", "metadata.csv")),
     "neither": ('{"prompt": "Hm"}', ("no known format: the row has 'prompt'",)),
-    "null": ('{"text": null}', ("text is null, not a string",)),
-    "empty line": ("", ("an empty line",)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_row(name: str, call: Call, write: Write, here: Path) -> None:
+def test_row(name, call, write, here):
     line, says = ROWS[name]
     good = (here / "chat.jsonl").read_text().splitlines()
     (here / "chat.jsonl").write_text("\n".join([good[0], line, good[1]]) + "\n")
@@ -412,7 +357,7 @@ def test_row(name: str, call: Call, write: Write, here: Path) -> None:
     refused(call("train", write()), "chat.jsonl:2", *do, *says)
 
 
-def test_text_without_a_target(call: Call, write: Write, model: Path, here: Path) -> None:
+def test_text_without_a_target(call, write, model, here):
     """A one-token text has nothing to predict: its first token is never a target."""
     folder = edited(model, here / "m")
     inner = json.loads((folder / "tokenizer.json").read_text())
@@ -428,22 +373,13 @@ def test_text_without_a_target(call: Call, write: Write, model: Path, here: Path
 FINISHED = {"run.yaml": "model: tiny\n", "metrics.jsonl": '{"step": 1}\n'}
 
 
-@pytest.mark.parametrize(
-    ("files", "clean", "says"),
-    [
-        (
-            {"thesis.txt": "years of work"},
-            True,
-            ("`train.overwrite: true` in out", "`thesis.txt` is in the folder", "move it"),
-        ),
-        ({**FINISHED, "notes.md": "mine"}, True, ("`notes.md` is in the folder",)),
-        (FINISHED, False, ("`output: out`", "the folder has a run", "--resume auto", "overwrite")),
-    ],
-    ids=["something else", "a run with something else", "a finished run"],
-)
-def test_output_that_is_not_empty(
-    files: dict[str, str], clean: bool, says: tuple[str, ...], call: Call, write: Write, here: Path
-) -> None:
+@pytest.mark.parametrize(("files", "clean", "says"), [
+    ({"thesis.txt": "years of work"}, True,
+        ("`train.overwrite: true` in out", "`thesis.txt` is in the folder", "move it")),
+    ({**FINISHED, "notes.md": "mine"}, True, ("`notes.md` is in the folder",)),
+    (FINISHED, False, ("`output: out`", "the folder has a run", "--resume auto", "overwrite")),
+], ids=["something else", "a run with something else", "a finished run"])  # fmt: skip
+def test_output_that_is_not_empty(files, clean, says, call, write, here):
     (here / "out").mkdir()
     for name, text in files.items():
         (here / "out" / name).write_text(text)
@@ -451,7 +387,7 @@ def test_output_that_is_not_empty(
     assert {p.name: p.read_text() for p in (here / "out").iterdir()} == files
 
 
-def test_output_that_is_a_file(call: Call, write: Write, here: Path) -> None:
+def test_output_that_is_a_file(call, write, here):
     (here / "out").write_text("a file")
     refused(call("train", write()), "`output: out`", "out is not a folder", "use another `output`", output=None)
     refused(call("train", write(output="out/deeper")), "is not a folder", output=None)
@@ -459,7 +395,7 @@ def test_output_that_is_a_file(call: Call, write: Write, here: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_output_without_rights(call: Call, write: Write, here: Path) -> None:
+def test_output_without_rights(call, write, here):
     (here / "shut").mkdir(mode=0o500)
     found = call("train", write(output="shut/out"))
     refused(found, "cannot be written to", "change its permissions", output="shut/out")
@@ -468,13 +404,13 @@ def test_output_without_rights(call: Call, write: Write, here: Path) -> None:
 # --- eval
 
 
-def test_eval(call: Call, write: Write, here: Path) -> None:
+def test_eval(call, write, here):
     refused(call("eval", write(), "--data", "no.jsonl", "--json"), "no.jsonl", "no such file", "check the path")
     refused(call("eval", write(), "--model", "no/such/model"), "the model no/such/model", "no such folder")
 
 
 @pytest.mark.parametrize("names", [("a.txt",), ("a.md.gz", "b.md.gz")])
-def test_eval_of_few_texts(names: tuple[str, ...], call: Call, write: Write, here: Path) -> None:
+def test_eval_of_few_texts(names, call, write, here):
     """A text file is one row, unless data.text_rows makes more of it."""
     for name in names:
         raw = "\n\n".join(f"{name}, {i}: stir." for i in range(30)).encode()
@@ -490,7 +426,7 @@ def test_eval_of_few_texts(names: tuple[str, ...], call: Call, write: Write, her
     assert "text_rows" not in found.err
 
 
-def test_a_model_in_the_way(call: Call, write: Write, here: Path) -> None:
+def test_a_model_in_the_way(call, write, here):
     """The output's `model/` is what a run replaces: it may be neither what the run reads nor somebody's own."""
     tiny.write_tiny(here / "out/model")
     before = {p: p.read_bytes() for p in (here / "out").rglob("*") if p.is_file()}
@@ -504,13 +440,13 @@ def test_a_model_in_the_way(call: Call, write: Write, here: Path) -> None:
 # --- real processes: the same face, and no traceback
 
 
-def test_as_a_process(start: Call, call: Call, write: Write, here: Path) -> None:
+def test_as_a_process(start, call, write, here):
     refused(start("train", write("model: tiny\noptim: {lrr: 1}\n")), "run.yaml:2: `optim.lrr`", "did you mean `lr`?")
     refused(call("train", write(model="somebody/some-model")), "somebody/some-model", "the hub")
 
 
 @pytest.mark.slow
-def test_on_two_ranks(start: Call, write: Write) -> None:
+def test_on_two_ranks(start, write):
     """What only assembly finds is agreed on: one rank says it in three lines, and the launcher passes the code on."""
     found = start("train", write(data={"path": "no.jsonl"}), "--ranks", "2", "--with", "ddp")
     assert found.code == 2 and found.out == "" and "Traceback" not in found.err
@@ -518,20 +454,20 @@ def test_on_two_ranks(start: Call, write: Write) -> None:
     assert not Path("out").exists()
 
 
-def test_debug_shows_the_traceback(start: Call, write: Write) -> None:
+def test_debug_shows_the_traceback(start, write):
     found = start("train", write(seed="x"), "--debug")
     assert found.code == 1 and "Traceback" in found.err and "ConfigError" in found.err
 
 
 @pytest.mark.parametrize("arguments", [["trian"], ["train"], ["train", "run.yaml", "--rank", "2"]])
-def test_usage(arguments: list[str], call: Call, write: Write) -> None:
+def test_usage(arguments, call, write):
     """What the parser itself refuses: exit code 2, usage and the mistake."""
     write()
     found = call(*arguments)
     assert found.code == 2 and found.out == "" and "Usage: optrush" in found.err and "Error" in found.err
 
 
-def test_a_long_list_of_names_is_not_printed() -> None:
+def test_a_long_list_of_names_is_not_printed():
     """The nearest five are, and where to see all; the page has each of them."""
     known = {**SHAPES, **_published()}
     for name in ("zzz", "1", "", "deepseek-v3"):

@@ -53,15 +53,11 @@ def write_data(path: Path, n: int = 160) -> None:
 def configuration(folder: Path, output: Path, /, **changes: Any) -> Path:
     """A run of 12 steps: packing, shuffling, two micro-batches a step, cosine, a save every 3 steps."""
     tree: dict[str, Any] = {
-        "model": str(folder / "model"),
-        "objective": "pretrain",
-        "data": {"path": str(folder / "data.jsonl")},
+        "model": str(folder / "model"), "objective": "pretrain", "data": {"path": str(folder / "data.jsonl")},
         "batch": {"seq": 64, "tokens": 512, "micro_tokens": 128},
         "optim": {"lr": 1e-2, "schedule": "cosine", "warmup": 2, "weight_decay": 0.1},
-        "train": {"steps": 12, "log_every": 1, "save_every": 3},
-        "output": str(output),
-        "with": {"packing": {}},
-    }
+        "train": {"steps": 12, "log_every": 1, "save_every": 3}, "output": str(output), "with": {"packing": {}},
+    }  # fmt: skip
     file = output.with_suffix(".yaml")
     for key, value in changes.items():
         at = tree
@@ -109,6 +105,29 @@ def at_step(step: int, work: Callable[[], object], rank: int | None = None) -> C
 def signalled(step: int, number: int, rank: int | None = None) -> Callable[[], None]:
     """A `before` with which one rank, or each, sends itself a signal ahead of a step."""
     return at_step(step, lambda: os.kill(os.getpid(), number), rank)
+
+
+def recording(path: Path) -> Callable[[], None]:
+    """Notes which samples each step took."""
+
+    def before() -> None:
+        begin, gradients = run.set_step, build.forward_backward
+        at = {"step": 0}
+
+        def noted(job: Any, n: int, steps: int) -> None:
+            at["step"] = n
+            begin(job, n, steps)
+
+        def taking(job: Any, batches: Any, terms: int) -> Any:
+            line = [at["step"], [s for b in batches for s in b.samples]]
+            if at["step"]:  # else it is the rehearsal
+                with path.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            return gradients(job, batches, terms)
+
+        run.set_step, build.forward_backward = noted, taking
+
+    return before
 
 
 def held(step: int, until: Path) -> Callable[[], None]:

@@ -1,10 +1,6 @@
 """R10: updates that are not finite are skipped on every rank, counted, and end the run when they keep coming."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,38 +11,30 @@ from optrush.trainer import build, run
 from optrush.trainer.checkpoint import find_checkpoints, verify
 
 from harness import told
-from runs import Before, configuration, figures, lines, said, trained, trained_on, write_data, write_model
+from runs import configuration, figures, lines, said, trained, trained_on
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    write_model(folder / "model")
-    write_data(folder / "data.jsonl")
-    assert trained(configuration(folder, folder / "reference"), before=poisoning(folder, set(), "loss")) == 0
-    return folder
+def firsts(home):
+    """The first sample of each step of the reference."""
+    found: dict[int, int] = {}
+    for n, taken in map(json.loads, (home / "reference.samples").read_text().splitlines()):
+        found.setdefault(n, taken[0])
+    return found
 
 
-def poisoning(home: Path, bad: set[int], where: str) -> Before:
+def poisoning(home, bad, where):
     """In these steps, one micro-batch of one rank (the one with the reference's first sample) is not finite."""
 
-    def before() -> None:
-        begin, loss = run.set_step, build.loss
-        at = {"step": 0}
-        noted = home / "first"
-        firsts = json.loads(noted.read_text()) if noted.exists() else {}
+    def before():
+        begin, loss, first, at = run.set_step, build.loss, firsts(home), {"step": 0}
 
-        def stepping(job: Any, n: int, steps: int) -> None:
+        def stepping(job, n, steps):
             at["step"] = n
             begin(job, n, steps)
 
-        def poisoned(job: Any, batch: Any) -> Any:
+        def poisoned(job, batch):
             found = loss(job, batch)
-            n = str(at["step"])
-            if not bad and n not in firsts and batch.samples:
-                firsts[n] = batch.samples[0]
-                noted.write_text(json.dumps(firsts))
-            if at["step"] in bad and firsts[n] in batch.samples and torch.is_grad_enabled():
+            if at["step"] in bad and first[at["step"]] in batch.samples and torch.is_grad_enabled():
                 if where == "loss":
                     found = found * float("inf")
                 else:
@@ -58,7 +46,7 @@ def poisoning(home: Path, bad: set[int], where: str) -> Before:
     return before
 
 
-def every_number_is_finite(output: Path) -> bool:
+def every_number_is_finite(output):
     return all(
         bool(torch.isfinite(t).all())
         for path in find_checkpoints(output)
@@ -68,7 +56,7 @@ def every_number_is_finite(output: Path) -> bool:
     )
 
 
-def tensors(output: Path, n: int) -> dict[str, torch.Tensor]:
+def tensors(output, n):
     path = output / "checkpoints" / f"step-{n:06d}"
     return {f"{f.name} {k}": t for f in path.glob("*.safetensors") for k, t in load_file(f).items()}
 
@@ -79,7 +67,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "techniques", "where"), further(CASES, 2))
-def test_one_bad_micro_batch(home: Path, ranks: int, techniques: dict[str, Any], where: str) -> None:
+def test_one_bad_micro_batch(home, ranks, techniques, where):
     """The update is skipped everywhere and counted; weights, moments and counts are as before it, to the bit."""
     output = home / f"one-{ranks}-{'-'.join(techniques)}-{where}"
     changes = {"with": {"packing": {}, **techniques}, "train__save_every": 1, "train__keep": 12, "train__steps": 6}
@@ -99,7 +87,7 @@ def test_one_bad_micro_batch(home: Path, ranks: int, techniques: dict[str, Any],
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_three_in_a_row_end_the_run(home: Path, ranks: int) -> None:
+def test_three_in_a_row_end_the_run(home, ranks):
     """Exit 1, naming the steps and samples; the newest checkpoint is from before, and finite."""
     output = home / f"three-{ranks}"
     techniques = {"packing": {}, **({"ddp": {}} if ranks > 1 else {})}
@@ -108,8 +96,7 @@ def test_three_in_a_row_end_the_run(home: Path, ranks: int) -> None:
     codes = trained_on(ranks, config, before=before) if ranks > 1 else [trained(config, before=before)]
     assert codes == [1] * ranks, said(config)
     assert "steps 5, 6, 7" in said(config) and "Traceback" not in said(config)
-    firsts = json.loads((home / "first").read_text())
-    assert f"step 7: {firsts['7']}" in said(config)
+    assert f"step 7: {firsts(home)[7]}" in said(config)
     assert figures(output)[-1]["step"] in (7, 8) and find_checkpoints(output)[0].name == "step-000006"
     assert every_number_is_finite(output)
     if ranks == 1:  # two of the three lie before the checkpoint: going on does not forget them
@@ -118,7 +105,7 @@ def test_three_in_a_row_end_the_run(home: Path, ranks: int) -> None:
         assert figures(output)[-1] | {"loss": 0} == figures(output)[-1] | {"loss": 0, "step": 12, "skipped": 3}
 
 
-def test_a_real_overflow(home: Path) -> None:
+def test_a_real_overflow(home):
     """A learning rate of 1e20: after the first update float32 overflows in the forward pass, and stays so."""
     output = home / "overflow"
     config = configuration(home, output, optim__lr=1e20, optim__warmup=0, train__save_every=1, train__keep=9)
@@ -133,7 +120,7 @@ def test_a_real_overflow(home: Path) -> None:
     told("R10", 1, "float32 overflow: no weight moved after it")
 
 
-def test_a_real_overflow_in_fp16(home: Path) -> None:
+def test_a_real_overflow_in_fp16(home):
     """With fp16 products the first scale overflows; it halves, the update is skipped, and the run goes on."""
     output = home / "fp16"
     config = configuration(home, output, **{"with": {"packing": {}, "amp": {"dtype": "fp16"}}}, train__save_every=1)
@@ -149,21 +136,21 @@ def test_a_real_overflow_in_fp16(home: Path) -> None:
     told("R10", skipped, "fp16 updates skipped while the scale came down from 2^24")
 
 
-def _large_scale() -> None:
+def _large_scale():
     from optrush.techniques import amp
 
     amp.FIRST_SCALE = 2.0**24
 
 
-def test_not_finite_in_evaluation_is_no_reason_to_stop(home: Path) -> None:
+def test_not_finite_in_evaluation_is_no_reason_to_stop(home):
     output = home / "eval"
     config = configuration(home, output, data__eval=0.1, train__eval_every=6)
 
-    def before() -> None:
+    def before():
         losses = build.eval_loss
         calls = {"n": 0}
 
-        def poisoned(job: Any, batches: Any) -> Any:
+        def poisoned(job, batches):
             calls["n"] += 1
             found = losses(job, batches)
             return found * float("nan") if calls["n"] == 2 else found  # the first is the rehearsal's

@@ -1,14 +1,11 @@
 """The best checkpoint, kept and exported whatever happens; and TensorBoard's files, which no kill doubles."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import signal
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +25,6 @@ from optrush.trainer.run_dir import Best, BestCheckpoint, Patience, comparable, 
 from harness import ended, fork, launch_env, told
 from runs import (
     begun,
-    begun_on,
     command,
     configuration,
     each_step,
@@ -46,14 +42,14 @@ from runs import (
 TRAIN = {"steps": 12, "log_every": 1, "save_every": 5, "eval_every": 2, "keep": 1}
 
 
-def configured(home: Path, name: str, **changes: Any) -> tuple[Path, Path]:
+def configured(home, name, **changes):
     """A run that learns words by heart that mean nothing, so that its held-out loss is best early."""
     run = {"data__eval": 0.2, "train": TRAIN, "optim__lr": 3e-2, **changes}
     return home / name, configuration(home, home / name, **run)
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     """A model, data, and `reference`: a run that nothing happened to."""
     folder = tmp_path_factory.mktemp("home")
     write_model(folder / "model")
@@ -64,30 +60,30 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def losses(output: Path) -> dict[int, float]:
+def losses(output):
     return {m["step"]: m["eval_loss"] for m in lines(output) if "eval_loss" in m}
 
 
-def best_of(output: Path) -> tuple[int, float]:
+def best_of(output):
     """By the evaluations alone."""
     return min(((n, loss) for n, loss in losses(output).items() if n), key=lambda pair: pair[1])
 
 
-def pointed(output: Path) -> tuple[int, float]:
+def pointed(output):
     found = json.loads((output / "checkpoints" / "best.json").read_text())
     return found["step"], found["eval_loss"]
 
 
-def exported(output: Path) -> bytes:
+def exported(output):
     return (output / "model" / "model.safetensors").read_bytes()
 
 
-def config_of(config: Path) -> dict[str, Any]:
+def config_of(config):
     found: dict[str, Any] = yaml.safe_load(config.read_text())
     return found
 
 
-def measured(config: Path, model: Path) -> float:
+def measured(config, model):
     """The held-out loss of a model's folder, measured anew."""
     log = config.with_suffix(".json")
     two = {"ddp", "fsdp"} & set(config_of(config)["with"])
@@ -97,7 +93,7 @@ def measured(config: Path, model: Path) -> float:
     return float(json.loads(log.read_text().splitlines()[-1])["loss"])
 
 
-def test_it_is_kept_and_exported(home: Path) -> None:
+def test_it_is_kept_and_exported(home):
     output = home / "reference"
     at, loss = best_of(output)
     assert pointed(output) == (at, loss)
@@ -107,7 +103,7 @@ def test_it_is_kept_and_exported(home: Path) -> None:
     assert f"| steps | {at} |" in (output / "model" / "README.md").read_text()
 
 
-def test_asked_for_the_last(home: Path) -> None:
+def test_asked_for_the_last(home):
     """`train.best: false` exports the last, `train.export: false` nothing; training is the same."""
     for key in ("best", "export"):
         output, config = configured(home, f"no-{key}", train={**TRAIN, key: False})
@@ -121,14 +117,14 @@ def test_asked_for_the_last(home: Path) -> None:
             assert not (output / "checkpoints" / "best.json").exists()
 
 
-def same(output: Path, reference: Path) -> None:
+def same(output, reference):
     assert figures(output) == figures(reference) and losses(output) == losses(reference)
     assert pointed(output) == pointed(reference) and exported(output) == exported(reference)
     assert [p.name for p in find_checkpoints(output)] == [p.name for p in find_checkpoints(reference)]
 
 
 @pytest.mark.parametrize("logged", further([11, 3], 1))
-def test_killed_and_resumed(home: Path, logged: int) -> None:
+def test_killed_and_resumed(home, logged):
     """Nothing that is lost in a kill is missed, the pointer included."""
     output, config = configured(home, f"killed-{logged}")
     pid = begun(config, before=held(logged + 1, home / "never"))
@@ -143,12 +139,12 @@ def test_killed_and_resumed(home: Path, logged: int) -> None:
 EARLY = {"steps": 12, "log_every": 1, "eval_every": 2, "keep": 1, "stop_after": 2}
 
 
-def off_plan() -> None:
+def off_plan():
     run.off_plan = lambda log, ranks: "slower than planned"
 
 
 @pytest.mark.parametrize("logged", further([3, None], 1))
-def test_stopped_early(home: Path, logged: int | None) -> None:
+def test_stopped_early(home, logged):
     """Two evaluations after the least held-out loss, by the reference's losses; killed in between or not.
 
     What runs until then is the same, the least is exported without `save_every`, and going on changes nothing.
@@ -178,7 +174,7 @@ def test_stopped_early(home: Path, logged: int | None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_stopped_early_on_two_ranks(home: Path, kind: str) -> None:
+def test_stopped_early_on_two_ranks(home, kind):
     """Both ranks end with the same step, as the losses say, and export the least; going on changes nothing."""
     many = {"packing": {}, kind: {}}
     output, config = configured(
@@ -199,23 +195,17 @@ def test_stopped_early_on_two_ranks(home: Path, kind: str) -> None:
     assert measured(config, output / "model") == pytest.approx(best_of(output)[1], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"data__eval": None}, "no `data.eval`: nothing is held out"),
-        ({}, "1 evaluation in 12 steps, the last after the"),
-    ],
-)
-def test_a_run_that_could_not_stop_early(
-    home: Path, changes: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"data__eval": None}, "no `data.eval`: nothing is held out"), ({}, "1 evaluation in 12 steps, the last after the"),
+])  # fmt: skip
+def test_a_run_that_could_not_stop_early(home, changes, said, capsys):
     output, config = configured(home, "never", train={"steps": 12, "stop_after": {"evals": 1, "min_delta": 0.01}})
     config = configuration(home, output, data__eval=changes.get("data__eval", 0.2), train=config_of(config)["train"])
     assert command("train", str(config)) == 2
     assert said in capsys.readouterr().err and not output.exists()
 
 
-def test_patience() -> None:
+def test_patience():
     """The least so far counts, as do losses that are not finite; `min_delta` is how much lower is lower."""
     for losses_, evals, min_delta, expected in (
         ([3.0, 2.0, 2.1, 2.2], 2, 0.0, [False, False, False, True]),
@@ -229,28 +219,7 @@ def test_patience() -> None:
             assert patience.exhausted == ends, (losses_, loss)
 
 
-@pytest.mark.slow
-def test_on_two_ranks(home: Path) -> None:
-    changes = {"with": {"packing": {}, "fsdp": {}}}
-    output, config = configured(home, "two", **changes)
-    assert trained_on(2, config) == [0, 0], said(config)
-    assert pointed(output) == best_of(output)
-    assert measured(config, output / "model") == pytest.approx(best_of(output)[1], abs=1e-6)
-
-
-@pytest.mark.slow
-def test_stopped_on_two_ranks(home: Path) -> None:
-    changes = {"with": {"packing": {}, "fsdp": {}}}
-    output, config = configured(home, "two-whole", **changes)
-    assert trained_on(2, config) == [0, 0], said(config)
-    stopped, config = configured(home, "two-stopped", **changes)
-    pids = begun_on(2, config, before=each_step(lambda n: os.kill(os.getpid(), signal.SIGTERM) if n == 7 else None))
-    assert [ended(pid) for pid in pids] == [143, 143], said(config)
-    assert trained_on(2, config, "--resume", "auto") == [0, 0], said(config)
-    assert pointed(stopped) == pointed(output) and exported(stopped) == exported(output)
-
-
-def test_a_damaged_best_one(home: Path) -> None:
+def test_a_damaged_best_one(home):
     """Passed over aloud when the run is resumed; what is next best is exported."""
     output, config = configured(home, "damaged")
     assert trained(config) == 0, said(config)
@@ -262,11 +231,11 @@ def test_a_damaged_best_one(home: Path) -> None:
     assert measured(config, output / "model") == pytest.approx(losses(output)[12], abs=1e-6)
 
 
-def test_damaged_while_it_trained(home: Path) -> None:
+def test_damaged_while_it_trained(home):
     """Exit 1, with what to do; the weights of another step are not exported for it."""
     output, config = configured(home, "damaged-late")
 
-    def damage(n: int) -> None:
+    def damage(n):
         if n == 12:
             flip(output / "checkpoints" / f"step-{best_of(home / 'reference')[0]:06d}" / "rank-0.safetensors")
 
@@ -275,11 +244,11 @@ def test_damaged_while_it_trained(home: Path) -> None:
     assert not (output / "model").exists()
 
 
-def full(*_: Any) -> None:
+def full(*_):
     raise OSError(28, "No space left on device")
 
 
-def test_a_save_that_fails_is_not_the_best(home: Path) -> None:
+def test_a_save_that_fails_is_not_the_best(home):
     """The disk is full at the best step: the best that was saved is exported."""
     output, config = configured(home, "full")
     best = best_of(home / "reference")[0]
@@ -292,7 +261,7 @@ def test_a_save_that_fails_is_not_the_best(home: Path) -> None:
     told("best", 1, f"step {best} could not be saved, {pointed(output)[0]} is exported")
 
 
-def test_what_is_best(tmp_path: Path) -> None:
+def test_what_is_best(tmp_path):
     best = BestCheckpoint(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     assert best.protected_step(2) is None
@@ -310,7 +279,7 @@ def test_what_is_best(tmp_path: Path) -> None:
     assert recall(tmp_path, 12, bool) == (None, [])
 
 
-def test_losses_that_do_not_compare(home: Path) -> None:
+def test_losses_that_do_not_compare(home):
     """Of other held-out data: what was better before the change is not the best, however often the run is resumed."""
     output, config = configured(home, "other", train={**TRAIN, "keep": 9})
     assert trained(config) == 0, said(config)
@@ -323,7 +292,7 @@ def test_losses_that_do_not_compare(home: Path) -> None:
         assert pointed(output) == min(found.items(), key=lambda pair: pair[1])
 
 
-def test_what_compares(home: Path) -> None:
+def test_what_compares(home):
     config = parse_config((home / "reference" / "run.yaml").read_text(), "run.yaml")
     marks = {"data": "a", "template": "b", "tokenizer": "c", "order": "d"}
     manifest = verify(find_checkpoints(home / "reference")[0])
@@ -335,7 +304,7 @@ def test_what_compares(home: Path) -> None:
     assert not comparable(config.model_copy(update={"objective": "sft"}), marks, before)
 
 
-def test_a_best_one_of_a_future_that_was_left(home: Path) -> None:
+def test_a_best_one_of_a_future_that_was_left(home):
     """Told to go on from an older checkpoint, a run forgets what came after it."""
     output, config = configured(home, "left", train={**TRAIN, "keep": 9})
     assert trained(config) == 0, said(config)
@@ -344,32 +313,32 @@ def test_a_best_one_of_a_future_that_was_left(home: Path) -> None:
     assert same_but_kept == (pointed(home / "reference"), exported(home / "reference"), losses(home / "reference"))
 
 
-def scalars(output: Path) -> list[tuple[str, int, float]]:
+def scalars(output):
     """What TensorBoard would show."""
     board = EventAccumulator(str(output / "tensorboard"), size_guidance={"scalars": 0})
     board.Reload()
     return sorted((tag, e.step, e.value) for tag in board.Tags()["scalars"] for e in board.Scalars(tag))
 
 
-def shown(output: Path) -> list[tuple[str, int, float]]:
+def shown(output):
     logged = (m for m in lines(output) if "loss" in m or "eval_loss" in m)
     pairs = ((m, k, v) for m in logged for k, v in m.items() if k != "step" and isinstance(v, int | float))
     return sorted((key, m["step"], pytest.approx(value, rel=1e-6)) for m, key, value in pairs)
 
 
-def test_tensorboard_shows_every_figure_once(home: Path) -> None:
+def test_tensorboard_shows_every_figure_once(home):
     """Also of runs that were killed: neither doubled nor missed."""
     for name in ("reference", *(f"killed-{n}" for n in (3, 11) if (home / f"killed-{n}").exists())):
         assert scalars(home / name) == shown(home / name) and len(shown(home / name)) > 12 * 5
 
 
-def test_tensorboard_on_a_full_disk(home: Path) -> None:
+def test_tensorboard_on_a_full_disk(home):
     """The run goes on, and at its end the files have every figure."""
     output, config = configured(home, "board-full", train={**TRAIN, "steps": 4})
 
     write = RecordWriter.write
 
-    def fills(n: int) -> None:
+    def fills(n):
         trackers.EVERY_S = 0.05
         time.sleep(0.3)  # the files are written more often
         RecordWriter.write = full if n == 3 else write

@@ -1,31 +1,22 @@
 """R6, on a real file system of a few MiB: too small before the start, full before it, full from some step on."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from test_best import scalars, shown
 
+from optrush.trainer import trackers
+
 from harness import told
-from runs import configuration, each_step, lines, said, trained, write_data, write_model
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    write_model(folder / "model")
-    write_data(folder / "data.jsonl")
-    return folder
+from runs import at_step, configuration, each_step, lines, said, together, trained
 
 
 @pytest.fixture
-def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+def disk(tmp_path, request):
     """A file system of as many MiB as the test's parameter says, else 8."""
     point = tmp_path / "disk"
     point.mkdir()
@@ -36,19 +27,27 @@ def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     subprocess.run(["umount", "-l", point], check=True)
 
 
-def fill(disk: Path) -> None:
+def fill(disk):
     with suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
 
 
-def on(disk: Path, home: Path, name: str, steps: int = 12) -> Path:
+def filling(disk, step):
+    """A `before` with which the disk is full from a step on, and the end waits less for room."""
+    return together(
+        lambda: (setattr(trackers, "PATIENCE_S", 0.5), setattr(trackers, "EVERY_S", 0.1)),
+        at_step(step, lambda: fill(disk)),
+    )
+
+
+def on(disk, home, name, steps=12):
     """A run whose output lies on the small disk; its configuration does not."""
     return configuration(home, home / name, output=str(disk / "run"), train__steps=steps)
 
 
 @pytest.mark.parametrize("disk", [3], indirect=True)
-def test_too_small(home: Path, disk: Path) -> None:
+def test_too_small(home, disk):
     """Refused before step 0 by the sizes of the checkpoints and of the model; nothing is written."""
     config = on(disk, home, "small")
     assert trained(config) == 2
@@ -58,7 +57,7 @@ def test_too_small(home: Path, disk: Path) -> None:
     told("R6", 1, "a tmpfs of 3 MiB")
 
 
-def test_full_before_the_start(home: Path, disk: Path) -> None:
+def test_full_before_the_start(home, disk):
     fill(disk)
     config = on(disk, home, "full")
     assert trained(config) == 2
@@ -67,19 +66,19 @@ def test_full_before_the_start(home: Path, disk: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", ["run.yaml", ".lock"])
-def test_a_failure_after_the_check(home: Path, disk: Path, failing: str) -> None:
+def test_a_failure_after_the_check(home, disk, failing):
     """As under a quota: the path and the free bytes are named, and the folder that was made is gone."""
     config = on(disk, home, f"quota-{failing}")
 
-    def refuse() -> None:
+    def refuse():
         real, opened = os.rename, os.open
 
-        def rename(old: Path, new: Path) -> None:
+        def rename(old, new):
             if Path(new).name == failing:
                 raise OSError(122, "Disk quota exceeded")
             real(old, new)
 
-        def open_(path: Path, *rest: int) -> int:
+        def open_(path, *rest):
             if str(path).endswith(failing):
                 raise OSError(122, "Disk quota exceeded")
             return opened(path, *rest)
@@ -93,10 +92,10 @@ def test_a_failure_after_the_check(home: Path, disk: Path, failing: str) -> None
     assert list(disk.iterdir()) == [], said(config)
 
 
-def test_full_for_good(home: Path, disk: Path) -> None:
+def test_full_for_good(home, disk):
     """Training goes on to its end, and does not repeat what it lost; the last good checkpoint is whole, exit code 1."""
     config = on(disk, home, "for-good", steps=20)
-    assert trained(config, before=each_step(lambda n: fill(disk) if n == 10 else None)) == 1
+    assert trained(config, before=filling(disk, 10)) == 1
     text = said(config)
     assert "Traceback" not in text, text
     assert "step 20/20" in text and "resume from step-000009 with: --resume auto" in text
@@ -108,21 +107,21 @@ def test_full_for_good(home: Path, disk: Path) -> None:
     assert scalars(disk / "run") == shown(disk / "run")
 
 
-def test_nothing_was_ever_saved(home: Path, disk: Path) -> None:
+def test_nothing_was_ever_saved(home, disk):
     """The error does not promise a checkpoint, and going on says that it begins."""
     config = on(disk, home, "never", steps=4)
-    assert trained(config, before=each_step(lambda n: fill(disk) if n == 1 else None)) == 1
+    assert trained(config, before=filling(disk, 1)) == 1
     assert "nothing is saved yet; start again" in said(config) and "--resume auto" not in said(config)
     (disk / "filler").unlink()
     assert trained(config, "--resume", "auto") == 0, said(config)
     assert "no checkpoint to resume from: step 1" in said(config)
 
 
-def test_room_comes_back(home: Path, disk: Path) -> None:
+def test_room_comes_back(home, disk):
     """TensorBoard's file, the metrics and the saves go on where they stopped."""
-    config = on(disk, home, "comes-back", steps=30)
+    config = on(disk, home, "room-back", steps=30)
 
-    def change(n: int) -> None:
+    def change(n):
         if n == 10:
             fill(disk)
         elif n == 20:
@@ -135,14 +134,14 @@ def test_room_comes_back(home: Path, disk: Path) -> None:
     assert scalars(output) == shown(output)
 
 
-def test_the_log_is_on_the_full_disk(home: Path, disk: Path) -> None:
+def test_the_log_is_on_the_full_disk(home, disk):
     """What is printed is lost there; the training is not."""
     config = on(disk, home, "log", steps=24)
     (disk / "log").touch()
     config.with_suffix(".log").symlink_to(disk / "log")
     done = home / "done"
 
-    def change(n: int) -> None:
+    def change(n):
         if n == 5:
             fill(disk)
         elif n == 23:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ NAMED = 'mount --bind "$1" /etc/hosts && hostname "$2" && exec bash -c "$3"'
 DOCS = Path(__file__).parents[2] / "docs/clusters.md"
 
 
-def namespaces() -> str:
+def namespaces():
     """Why this machine can have no hosts; empty: it can."""
     if MISSING or os.geteuid() != 0:
         return f"needs {' and '.join(MISSING) or 'root'} for network namespaces"
@@ -54,7 +53,7 @@ def namespaces() -> str:
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why := namespaces()), reason=why)]
 
 
-def documented(begin: str) -> str:
+def documented(begin):
     """The block of the documentation that begins so."""
     found = next(block for block in re.findall(r"```bash\n(.*?)```", DOCS.read_text(), re.DOTALL) if begin in block)
     return str(found)
@@ -105,11 +104,8 @@ class Hosts:
         names.write_text(NAMES)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PATH": path,
-            "JOB_COMPLETION_INDEX": str("ab".index(host)),
-        }
+            **os.environ, "OMP_NUM_THREADS": "1", "PATH": path, "JOB_COMPLETION_INDEX": str("ab".index(host)),
+        }  # fmt: skip
         entered = ["ip", "netns", "exec", self.names[host], "unshare", "--uts", *own, "sh", "-c", NAMED, "sh"]
         command = [*entered, str(names), name, script]
         with config.with_suffix(f".{host}.log").open("ab") as log:
@@ -139,7 +135,7 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
+def hosts():
     two = Hosts()
     try:
         two.connect()
@@ -149,7 +145,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     """A model, data, and what runs on two ranks of one host leave."""
     folder = tmp_path_factory.mktemp("home")
     write_model(folder / "model")
@@ -159,12 +155,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def small(folder: Path, name: str, kind: str, steps: int = STEPS) -> Path:
+def small(folder, name, kind, steps=STEPS):
     train = {"steps": steps, "log_every": 1, "save_every": 5}
     return configuration(folder, folder / name, train=train, **{"with": {"packing": {}, kind: {}}})
 
 
-def until(check: Callable[[], Any], limit_s: float) -> float:
+def until(check, limit_s):
     """Seconds until `check` is true; it must be within the limit."""
     begun = time.monotonic()
     while not check():
@@ -173,33 +169,33 @@ def until(check: Callable[[], Any], limit_s: float) -> float:
     return time.monotonic() - begun
 
 
-def ranks(launcher: subprocess.Popen[bytes]) -> list[int]:
+def ranks(launcher):
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     return [int(pid) for pid in children.read_text().split()] if children.exists() else []
 
 
-def running(pid: int) -> bool:
+def running(pid):
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
-def printed(config: Path, host: str) -> str:
+def printed(config, host):
     return config.with_suffix(f".{host}.log").read_text()
 
 
-def reached(config: Path, step: int) -> bool:
+def reached(config, step):
     log = config.with_suffix("") / "metrics.jsonl"
     return log.exists() and any(f["step"] >= step for f in figures(log.parent, torn=True))
 
 
-def same(config: Path, home: Path, kind: str) -> bool:
+def same(config, home, kind):
     one, output = home / f"one-{kind}", config.with_suffix("")
     return figures(output) == figures(one) and weights(output) == weights(one)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_hosts_are_one(hosts: Hosts, home: Path, kind: str) -> None:
+def test_two_hosts_are_one(hosts, home, kind):
     config = small(home, f"two-{kind}", kind)
     for host, launcher in hosts.both(config).items():
         assert launcher.wait(120) == 0, printed(config, host)
@@ -207,7 +203,7 @@ def test_two_hosts_are_one(hosts: Hosts, home: Path, kind: str) -> None:
     told("R18", 1, f"{kind} over two hosts: every loss and weight as on one")
 
 
-def test_a_slow_cable_only_slows(hosts: Hosts, home: Path) -> None:
+def test_a_slow_cable_only_slows(hosts, home):
     """4 Mbit/s."""
     config = small(home, "slow", "ddp")
     for name in hosts.names.values():
@@ -219,7 +215,7 @@ def test_a_slow_cable_only_slows(hosts: Hosts, home: Path) -> None:
     told("R18", 1, "4 Mbit/s between the hosts: the same losses and weights")
 
 
-def refusal(config: Path, host: str) -> list[str]:
+def refusal(config, host):
     """The three lines of the first error that a host's rank printed."""
     text = printed(config, host)
     assert "asked: " in text, text
@@ -227,7 +223,7 @@ def refusal(config: Path, host: str) -> list[str]:
 
 
 @pytest.mark.parametrize("lost", ["b", "a"])
-def test_a_host_that_comes_back(hosts: Hosts, home: Path, lost: str) -> None:
+def test_a_host_that_comes_back(hosts, home, lost):
     """The other rank names it; it is started again, and both go on, whichever is first. The store is on neither."""
     kind, left = "fsdp", "b" if lost == "a" else "a"
     config, limit = small(home, f"lost-{lost}", kind), ("--set", f"train.timeout={TIMEOUT_S}")
@@ -250,7 +246,7 @@ def test_a_host_that_comes_back(hosts: Hosts, home: Path, lost: str) -> None:
     told("R18", 1, f"host {lost} lost: the other rank ended after {seconds:.1f} s, {lost} started again, both went on")
 
 
-def test_pods_that_are_lost(hosts: Hosts, home: Path) -> None:
+def test_pods_that_are_lost(hosts, home):
     """What ends is started again, as a kubelet does it: pod 1, for which pod 0 waits; pod 0, which ends pod 1 too."""
     kind, config, job = "fsdp", small(home, "pods", "fsdp"), home / "job.yaml"
     flags = ("--kubernetes", "--hardware", "2x1xh100:infiniband", "--image", "i", "--volume", "v", "--out", str(job))
@@ -258,7 +254,7 @@ def test_pods_that_are_lost(hosts: Hosts, home: Path) -> None:
     pods = {host: hosts.pod(host, config, job) for host in ADDRESSES}
     started = Counter[str]()
 
-    def keep(done: Callable[[], bool]) -> None:
+    def keep(done):
         """Until something is so: start what has ended."""
         end = time.monotonic() + RESTARTS_S
         while not done():
@@ -279,7 +275,7 @@ def test_pods_that_are_lost(hosts: Hosts, home: Path) -> None:
     told("R18", 1, "pods lost, 1 and then 0: what ended was started again, the run went on to the same end")
 
 
-def test_a_cable_that_is_cut(hosts: Hosts, home: Path) -> None:
+def test_a_cable_that_is_cut(hosts, home):
     """Nothing is reset, nothing arrives: both ranks end by themselves, and each host's log says why."""
     config = small(home, "cut", "ddp", 10_000)
     launchers = hosts.both(config, "--set", f"train.timeout={TIMEOUT_S}", restarts=0)

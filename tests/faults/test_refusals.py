@@ -1,56 +1,31 @@
 """R3, R4, R15, R16 through the command line: what a run must refuse, and what it must say."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
 from optrush.trainer.checkpoint import find_checkpoints
 
 from harness import ended, told
-from runs import (
-    begun,
-    configuration,
-    figures,
-    held,
-    lines,
-    said,
-    trained,
-    trained_on,
-    wait_for,
-    weights,
-    write_data,
-    write_model,
-)
+from runs import begun, configuration, figures, held, lines, said, trained, trained_on, wait_for, weights
 from test_kill import DDP
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    write_model(folder / "model")
-    write_data(folder / "data.jsonl")
-    assert trained(configuration(folder, folder / "reference")) == 0
-    return folder
-
-
-def copy(home: Path, name: str) -> tuple[Path, Path]:
+def copy(home, name):
     """The reference's folder under another name, and its configuration."""
     shutil.copytree(home / "reference", home / name)
     return home / name, configuration(home, home / name)
 
 
-def flip(path: Path) -> None:
+def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_damaged_newest_one_is_passed_over_aloud(home: Path, ranks: int) -> None:
+def test_a_damaged_newest_one_is_passed_over_aloud(home, ranks):
     """R3: said, written into the metrics, and the run ends as if nothing had happened."""
     output, config = copy(home, f"damaged-{ranks}")
     if ranks > 1:
@@ -66,7 +41,7 @@ def test_a_damaged_newest_one_is_passed_over_aloud(home: Path, ranks: int) -> No
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_no_intact_one(home: Path, ranks: int) -> None:
+def test_no_intact_one(home, ranks):
     """R4: exit 2 on every rank, and nothing is touched."""
     output, config = copy(home, f"none-intact-{ranks}")
     if ranks > 1:
@@ -83,30 +58,30 @@ def test_no_intact_one(home: Path, ranks: int) -> None:
     assert f"the checkpoint {path}" in said(config)
 
 
-def test_from_an_older_one_by_name(home: Path) -> None:
+def test_from_an_older_one_by_name(home):
     output, config = copy(home, "older")
     assert trained(config, "--resume", str(output / "checkpoints" / "step-000009")) == 0, said(config)
     assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
 
 
-def other_config(model: Path) -> None:
+def other_config(model):
     config = json.loads((model / "config.json").read_text())
     config["rms_norm_eps"] = 1e-3
     (model / "config.json").write_text(json.dumps(config))
 
 
-def other_tokenizer(model: Path) -> None:
+def other_tokenizer(model):
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["w0"], vocabulary["w1"] = vocabulary["w1"], vocabulary["w0"]
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def other_template(model: Path) -> None:
+def other_template(model):
     (model / "chat_template.jinja").write_text("{{ messages }}")
 
 
-def other_data(model: Path) -> None:
+def other_data(model):
     path = model.parent / "data.jsonl"
     path.write_text(path.read_text() + '{"text": "w1 w2 w3"}\n')
 
@@ -115,7 +90,7 @@ CHANGES = {"config": other_config, "tokenizer": other_tokenizer, "template": oth
 
 
 @pytest.mark.parametrize("field", CHANGES)
-def test_another_model_or_data_at_resume(home: Path, tmp_path: Path, field: str) -> None:
+def test_another_model_or_data_at_resume(home, tmp_path, field):
     """R15: exit 2 naming the field; allowed by name, it goes on."""
     for name in ("model", "reference"):
         shutil.copytree(home / name, tmp_path / name)
@@ -136,7 +111,7 @@ def test_another_model_or_data_at_resume(home: Path, tmp_path: Path, field: str)
     told("R15", 1, field)
 
 
-def test_other_steps_at_resume(home: Path) -> None:
+def test_other_steps_at_resume(home):
     """Another cut of the data would lose samples or repeat them; with fewer steps the checkpoint lies past the end."""
     _, config = copy(home, "other-steps")
     for change, text in (
@@ -150,7 +125,7 @@ def test_other_steps_at_resume(home: Path) -> None:
     assert figures(home / "other-steps")[-1]["step"] == 14
 
 
-def test_two_runs_in_one_folder(home: Path) -> None:
+def test_two_runs_in_one_folder(home):
     """R16: the second is refused, whether it begins, resumes or cleans; the first ends as if alone."""
     output = home / "shared"
     config = configuration(home, output)
@@ -166,7 +141,7 @@ def test_two_runs_in_one_folder(home: Path) -> None:
     assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
 
 
-def test_a_run_is_not_overwritten(home: Path) -> None:
+def test_a_run_is_not_overwritten(home):
     """R16: exit 2 and nothing touched; `train.overwrite` replaces it; --resume goes on."""
     output, config = copy(home, "there")
     before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file()}
@@ -180,7 +155,7 @@ def test_a_run_is_not_overwritten(home: Path) -> None:
     assert "thesis.tex" in said(config)
 
 
-def test_where_nothing_can_be_written(home: Path) -> None:
+def test_where_nothing_can_be_written(home):
     (home / "file").write_text("")
     config = configuration(home, home / "unwritable", output=str(home / "file" / "run"))
     assert trained(config) == 2

@@ -1,12 +1,7 @@
 """Checkpoints over ranks and over changes: any cutting into any other; what does not fit is refused on all ranks."""
 
-from __future__ import annotations
-
 import errno
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,14 +14,14 @@ from optrush.trainer.checkpoint import Meta, SaveFailed, check_plan, choose, fin
 from harness import advance, holds, leftovers, meta, ranks, run, saved, small_job, told
 
 
-def test_one_ranks_full_disk_is_everybodys(tmp_path: Path) -> None:
-    def work() -> list[Any]:
+def test_one_ranks_full_disk_is_everybodys(tmp_path):
+    def work():
         job = small_job(tmp_path, "rows")
         advance(job, 2)
         save(job, 2, meta(2))
         real = files.write_piece
 
-        def full(*args: Any) -> None:
+        def full(*args):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         if job.world.rank == 1:
@@ -49,18 +44,18 @@ def test_one_ranks_full_disk_is_everybodys(tmp_path: Path) -> None:
 CUTTINGS = [(1, "whole"), (2, "rows"), (2, "whole"), (3, "rows"), (2, "columns"), (3, "copies")]
 
 
-def test_any_cutting_loads_into_any_other(tmp_path: Path) -> None:
+def test_any_cutting_loads_into_any_other(tmp_path):
     """R9: uneven and empty shards (33, 7 and 2 rows over 3 ranks), copies, columns, one value; bit for bit."""
 
-    def step(n: int, how: str) -> int:
+    def step(n, how):
         return 2 * CUTTINGS.index((n, how)) + 2
 
-    def write(n: int, how: str) -> None:
+    def write(n, how):
         job = small_job(tmp_path / f"{n}-{how}", how)
         advance(job, step(n, how))
         save(job, step(n, how), meta(1))
 
-    def read(how: str) -> list[bool]:
+    def read(how):
         job = small_job(tmp_path, how)
         good = []
         for n, other in CUTTINGS:
@@ -82,17 +77,17 @@ def test_any_cutting_loads_into_any_other(tmp_path: Path) -> None:
     told("R9", len(CUTTINGS) ** 2, "cuttings x cuttings, every tensor equal")
 
 
-def test_blocks_inside_rows_are_cut_like_the_rows(tmp_path: Path) -> None:
+def test_blocks_inside_rows_are_cut_like_the_rows(tmp_path):
     """An optimizer that keeps one scale a block of a row (R, ceil(C / block))."""
 
-    def job_with_blocks(how: str) -> Any:
+    def job_with_blocks(how):
         job = small_job(tmp_path, how)
         trained = [t for t in job.trained if t.name in ("embed", "narrow")]
         states = {t.name: {"scale": torch.zeros(t.local.shape[0], 3)} for t in trained}
         job.trained, job.optimizer = trained, type("Blocks", (), {"state": lambda self: states})()
         return job
 
-    def write() -> None:
+    def write():
         job = job_with_blocks("rows")
         advance(job, 2)
         save(job, 2, meta(2))
@@ -103,11 +98,11 @@ def test_blocks_inside_rows_are_cut_like_the_rows(tmp_path: Path) -> None:
     assert holds(job, 2)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(tmp_path):
     saved(tmp_path)
     path = find_checkpoints(tmp_path)[0]
 
-    def refused(change: Callable[[Any], None], text: str, **kinds: Any) -> None:
+    def refused(change, text, **kinds):
         job = small_job(tmp_path, **kinds)
         change(job)
         with pytest.raises(CheckpointError) as error:
@@ -119,17 +114,17 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     refused(lambda j: j.state.clear(), "the state `kept` is not in this run")
     refused(lambda j: j.state.update(more=j.state["kept"]), "the state `more` is missing")
 
-    def renamed(job: Any) -> None:
+    def renamed(job):
         job.trained[0] = type(job.trained[0])("other", job.trained[0].parameter, True)
         job.optimizer = type(job.optimizer)(job.trained, job.config.optim, fused=False)
 
     refused(renamed, "manifest.json: the tensor `param/other` is missing")
 
 
-def test_a_refusal_on_one_rank_is_a_refusal_on_all(tmp_path: Path) -> None:
+def test_a_refusal_on_one_rank_is_a_refusal_on_all(tmp_path):
     saved(tmp_path)
 
-    def work() -> str:
+    def work():
         job = small_job(tmp_path, "rows")
         if job.world.rank == 1:
             job.state.clear()
@@ -141,7 +136,7 @@ def test_a_refusal_on_one_rank_is_a_refusal_on_all(tmp_path: Path) -> None:
 
     assert ranks(2, work) == ["manifest.json: the state `kept` is not in this run"] * 2
 
-    def damaged() -> str:
+    def damaged():
         small_job(tmp_path, "rows")
         try:
             choose(tmp_path, "auto")
@@ -155,7 +150,7 @@ def test_a_refusal_on_one_rank_is_a_refusal_on_all(tmp_path: Path) -> None:
     assert found[0] == found[1] and "manifest.json is empty" in found[0]
 
 
-def test_fingerprints(tmp_path: Path) -> None:
+def test_fingerprints(tmp_path):
     """R15: each field is refused by name, and accepted by name."""
     fields = ("config", "tokenizer", "template", "data")
     then = {f: f"{f}-was" for f in fields}
@@ -177,7 +172,7 @@ def test_fingerprints(tmp_path: Path) -> None:
     told("R15", len(fields), "named, refused, and allowed by name")
 
 
-def test_the_plan_must_be_the_same(tmp_path: Path) -> None:
+def test_the_plan_must_be_the_same(tmp_path):
     saved(tmp_path, (2,))
     manifest, _ = choose(tmp_path, "auto")
     assert manifest is not None
@@ -189,8 +184,8 @@ def test_the_plan_must_be_the_same(tmp_path: Path) -> None:
         check_plan(manifest, 1, 20)
 
 
-def test_a_run_id_is_one_for_all_ranks(tmp_path: Path) -> None:
-    def work() -> str:
+def test_a_run_id_is_one_for_all_ranks(tmp_path):
+    def work():
         small_job(tmp_path)
         return checkpoint.fresh_id()
 

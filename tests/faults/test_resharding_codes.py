@@ -1,10 +1,5 @@
 """Moments that are codes, over ranks: what 1 rank saved goes on over 2 and 4 (uneven rows), and back, to the bit."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
@@ -15,16 +10,16 @@ from harness import advance, holds, meta, ranks, run, small_job
 
 
 @pytest.mark.parametrize("kind", [Adam8bit, Adam4bit])
-def test_codes_are_cut_like_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Adam8bit]) -> None:
+def test_codes_are_cut_like_rows(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(harness.SHAPES, "embed", (65, 129))  # odd rows, odd columns, two blocks of 128 and one of 256
 
-    def coded(how: str) -> Any:
+    def coded(how):
         job = small_job(tmp_path, how)
         job.optimizer = kind(job.trained, job.config.optim)
         assert "mean_scale" in job.optimizer.state()["embed"]
         return job
 
-    def moved(n: int, before: int) -> bool:
+    def moved(n, before):
         """Loads what `before` ranks saved and saves it again."""
         job = coded("rows" if n > 1 else "whole")
         if before:

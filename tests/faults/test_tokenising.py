@@ -1,7 +1,5 @@
 """Tokenising that is killed at any moment, or finds the disk full: what is done stays, and nothing is done twice."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -52,17 +50,17 @@ for n, path in enumerate(tokenize.tokenized(work), 1):
 """
 
 
-def given(model: Path, path: Path) -> TokenizeWork:
+def given(model, path):
     return TokenizeWork(parse_config(TEXT, "x"), Tokens(AutoTokenizer.from_pretrained(model)), (path,))
 
 
 @pytest.fixture
-def model(tiny_folder: Path) -> Path:
+def model(tiny_folder):
     return tiny_folder
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def path(tmp_path, monkeypatch):
     """Half a MB of rows, no two of them alike."""
     monkeypatch.setattr(tokenize, "CHUNK_bytes", SMALL_bytes)
     monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
@@ -74,28 +72,28 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def rank(model: Path, path: Path, most: int = 0) -> subprocess.Popen[bytes]:
+def rank(model, path, most=0):
     command = [sys.executable, "-c", RANK, str(Path(tokenize.__file__).parents[2]), str(model), str(path), str(most)]
     return subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def shards(folder: Path) -> dict[str, tuple[int, int]]:
+def shards(folder):
     """The committed shards, each with what would change if it were made again."""
     return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in folder.glob("*.safetensors")}
 
 
-def reference(model: Path, path: Path) -> list[str]:
+def reference(model, path):
     """The names, which hold the digests, of what one process makes without being disturbed."""
     work = given(model, path)
     made = [s for job in jobs(work.files, "file") for s in tokenize.shards(work.parsed(job), work.tokens, "assistant")]
     return [tokenize.shard_digest(s) for s in made]
 
 
-def digests(names: list[str]) -> list[str]:
+def digests(names):
     return [name.removesuffix(".safetensors").split("-")[2] for name in names]
 
 
-def test_killed_at_any_moment(model: Path, path: Path) -> None:
+def test_killed_at_any_moment(model, path):
     """All processes at once, as when a machine goes down; each start goes on where the last one was stopped."""
     chance, folder, kept, survived = random.Random(1), given(model, path).folder, dict[str, tuple[int, int]](), 0
     for i in range(KILLS):
@@ -122,9 +120,7 @@ def test_killed_at_any_moment(model: Path, path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["write_piece", "sync_file", "rename_file"])
 @pytest.mark.parametrize("when", ["before", "half", "after"])
-def test_killed_at_every_call_that_changes_the_disk(
-    model: Path, path: Path, call: str, when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_every_call_that_changes_the_disk(model, path, call, when, monkeypatch):
     """One process, no workers: a job of three shards, killed at each such call of the second."""
     work, folder = given(model, path), path.parent / "shards"
     folder.mkdir()
@@ -136,7 +132,7 @@ def test_killed_at_every_call_that_changes_the_disk(
     assert len(whole) > 2
     real: Callable[..., Any] = getattr(files, call)
 
-    def end(*args: Any) -> Any:
+    def end(*args):
         if not list(folder.glob("*.safetensors")):
             return real(*args)
         if when == "half" and call == "write_piece":
@@ -147,7 +143,7 @@ def test_killed_at_every_call_that_changes_the_disk(
             real(*args)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def dying() -> None:
+    def dying():
         setattr(files, call, end)
         make(Missing(job, 0, 0))
 
@@ -160,7 +156,7 @@ def test_killed_at_every_call_that_changes_the_disk(
     assert digests([p.name for p in done] + names) == whole and kept.items() <= shards(folder).items()
 
 
-def test_workers_end_with_the_process_that_started_them(model: Path, path: Path) -> None:
+def test_workers_end_with_the_process_that_started_them(model, path):
     """Killed alone, it leaves nobody behind who goes on, and no lock: the next one begins at once."""
     process = rank(model, path, 1)
     assert process.stdout is not None
@@ -176,10 +172,10 @@ def test_workers_end_with_the_process_that_started_them(model: Path, path: Path)
     told("the process that tokenises is killed, its workers not", 1, {"workers": len(workers)})
 
 
-def test_the_disk_is_full(model: Path, path: Path) -> None:
+def test_the_disk_is_full(model, path):
     """A limit on the size of files stands for the disk: the same call fails, in the worker, with another number."""
 
-    def limited() -> None:
+    def limited():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         work = given(model, path)

@@ -41,13 +41,9 @@ TEMPLATES = {  # source, the end of a turn as decoded, what stands before the te
     "swallowing": (SWALLOWING, "<|fin|>", "", False),
 }
 ANSWERS = (
-    "Soup.",
-    "a\n\nb  c",
-    "crème brûlée 🙂👩‍🍳",
-    "e\u0301\u0323 नमस्ते 中文",
-    "1. x\n- y\n\n```py\nz = 0\n```",
+    "Soup.", "a\n\nb  c", "crème brûlée 🙂👩‍🍳", "e\u0301\u0323 नमस्ते 中文", "1. x\n- y\n\n```py\nz = 0\n```",
     "|im_end|> ok",
-)
+)  # fmt: skip
 
 
 def bytelevel_bpe(folder):

@@ -1,7 +1,5 @@
 """AdamW on bfloat16 weights: its random bits, its roundings, its update against float64, and the Triton kernel."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -23,7 +21,7 @@ LARGEST = torch.finfo(torch.bfloat16).max
 TESTS = Path(__file__).parents[1]
 
 
-def lowbias32(x: int) -> int:
+def lowbias32(x):
     """In Python's integers, as its author writes it."""
     x ^= x >> 16
     x = x * 0x7FEB352D % 2**32
@@ -32,7 +30,7 @@ def lowbias32(x: int) -> int:
     return x ^ x >> 16
 
 
-def bits(n: int, seed: int = 0, name: str = "w", count: int = 1) -> torch.Tensor:
+def bits(n, seed=0, name="w", count=1):
     words = torch.tensor([kernel.key_words(seed, name)])
     return kernel.random_bits(kernel.step_key(words, torch.tensor([float(count)]))[0], torch.arange(n))
 
@@ -102,19 +100,10 @@ def test_finite_stays_finite(word):
 # Where an element lies in the whole.
 
 
-@pytest.mark.parametrize(
-    ("whole", "shape", "offset"),
-    [
-        ((6, 4), (6, 4), (0, 0)),
-        ((6, 4), (2, 4), (3, 0)),
-        ((6, 4), (6, 2), (0, 1)),
-        ((6, 4), (2, 3), (4, 1)),
-        ((5, 2, 3), (2, 2, 1), (1, 0, 2)),
-        ((5,), (2,), (3,)),
-        ((), (), ()),
-        ((6, 4), (0, 4), (6, 0)),
-    ],
-)
+@pytest.mark.parametrize(("whole", "shape", "offset"), [
+    ((6, 4), (6, 4), (0, 0)), ((6, 4), (2, 4), (3, 0)), ((6, 4), (6, 2), (0, 1)), ((6, 4), (2, 3), (4, 1)),
+    ((5, 2, 3), (2, 2, 1), (1, 0, 2)), ((5,), (2,), (3,)), ((), (), ()), ((6, 4), (0, 4), (6, 0)),
+])  # fmt: skip
 def test_the_place_of_a_piece(whole, shape, offset):
     places = torch.arange(math.prod(whole)).view(whole)
     box = places[tuple(slice(o, o + n) for o, n in zip(offset, shape))].flatten()

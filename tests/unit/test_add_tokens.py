@@ -1,7 +1,5 @@
 """`model.add_tokens`, `model.chat_template: chatml`: the tokenizer, how far the embedding grows, and its new rows."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -30,15 +28,10 @@ HERE = RowLocation(Path("rows"), 1)
 
 def run(box, *sets, objective="sft", **model):
     document = {
-        "model": {"path": str(box / "untied"), **model},
-        "objective": objective,
-        "data": {"path": str(box / "chat.jsonl")},
-        "batch": {"seq": 64, "tokens": 256, "micro_tokens": 128},
-        "optim": {"lr": 1e-3},
-        "train": {"steps": 3},
-        "output": str(box / "output"),
-        "with": {"packing": {}},
-    }
+        "model": {"path": str(box / "untied"), **model}, "objective": objective,
+        "data": {"path": str(box / "chat.jsonl")}, "batch": {"seq": 64, "tokens": 256, "micro_tokens": 128},
+        "optim": {"lr": 1e-3}, "train": {"steps": 3}, "output": str(box / "output"), "with": {"packing": {}},
+    }  # fmt: skip
     return config.parse_config(yaml.safe_dump(document), "run.yaml", sets)
 
 
@@ -49,13 +42,10 @@ def tokenizer(box):
 # --- the configuration
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ([3], "give text"), ([""], "give text that is not empty"), (["<a>", "<a>"], "each value once"),
-        ("<a>", "give a list"), ([["<a>"]], "give text"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "says"), [
+    ([3], "give text"), ([""], "give text that is not empty"), (["<a>", "<a>"], "each value once"),
+    ("<a>", "give a list"), ([["<a>"]], "give text"),
+])  # fmt: skip
 def test_what_is_no_list_of_tokens(box, given, says):
     with pytest.raises(ConfigError) as caught:
         run(box, add_tokens=given)

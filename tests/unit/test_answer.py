@@ -1,7 +1,5 @@
 """What the planner answers: the questions of tests/questions.yaml, methods, the choice for a run without `with`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -24,7 +22,7 @@ from optrush.techniques import ALL
 QUESTIONS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parents[1] / "questions.yaml").read_text("utf-8"))
 
 
-def run(model: str = "llama-3.1-8b", ranks: int = 1, seq: int = 2048, **more: Any) -> Config:
+def run(model="llama-3.1-8b", ranks=1, seq=2048, **more):
     named = {"path": model} if "/" in model or model == "tiny" else {"shape": model}
     rows = max(4, ranks)
     tree = {"model": named, "objective": "pretrain", "data": {"random": 2048}, "output": "o",
@@ -32,7 +30,7 @@ def run(model: str = "llama-3.1-8b", ranks: int = 1, seq: int = 2048, **more: An
     return Config.model_validate(tree)
 
 
-def asked(q: dict[str, Any]) -> Config:
+def asked(q):
     _, ranks = hardware.parse_hardware(q["hardware"])
     given = {key: q[key] for key in ("method", "with", "seq") if key in q}
     config = run(q["model"], ranks, **{"with": {}, **given})
@@ -40,12 +38,8 @@ def asked(q: dict[str, Any]) -> Config:
     return config.model_copy(update={"batch": config.batch.model_copy(update={"tokens": tokens})})
 
 
-def test_there_are_questions() -> None:
-    assert len(QUESTIONS) == 21
-
-
-@pytest.mark.parametrize("q", further(QUESTIONS[::3] + QUESTIONS[1::3] + QUESTIONS[2::3], 6), ids=lambda q: q["ask"])
-def test_question(q: dict[str, Any]) -> None:
+@pytest.mark.parametrize("q", further(QUESTIONS[::3] + QUESTIONS[1::3] + QUESTIONS[2::3], 4), ids=lambda q: q["ask"])
+def test_question(q):
     if "solve" in q:
         text, values = answer.solve(asked(q), q["hardware"], q["solve"])
         for key, value in q["values"].items():
@@ -71,7 +65,7 @@ def test_question(q: dict[str, Any]) -> None:
         assert any(what in line for line in found.nearest), found.nearest
 
 
-def test_costs_in_quality_are_named_and_the_least_comes_first() -> None:
+def test_costs_in_quality_are_named_and_the_least_comes_first():
     found = answer.answer(run(**{"with": {}}), "a100-80")
     costs = {w.method: w.costs for w in found.ways}
     assert "adapters only" in costs["lora"] and "4-bit base" in costs["qlora"] and "8-bit base" in costs["lora + int8"]
@@ -85,7 +79,7 @@ def test_costs_in_quality_are_named_and_the_least_comes_first() -> None:
 # --- `method`
 
 
-def test_a_quantised_base_alone_is_planned_with_adapters() -> None:
+def test_a_quantised_base_alone_is_planned_with_adapters():
     for base, method in (("int8", "lora + int8"), ("nf4", "qlora")):
         ((name, with_),) = answer.methods(run(**{"with": {base: {}}}))
         assert name == method and with_ == {base: {}, "lora": {}}
@@ -93,7 +87,7 @@ def test_a_quantised_base_alone_is_planned_with_adapters() -> None:
     assert name == "as configured" and "lora" not in with_
 
 
-def test_a_method_brings_its_techniques_and_its_rate() -> None:
+def test_a_method_brings_its_techniques_and_its_rate():
     device = hardware.NAMED["h100"]
     for method, names in (("full", set()), ("lora", {"lora"}), ("qlora", {"lora", "nf4"})):
         resolved = decide(run(method=method, **{"with": {}}), device=device)
@@ -107,7 +101,7 @@ def test_a_method_brings_its_techniques_and_its_rate() -> None:
     assert decide(run(**{"with": {"lora": {}}}), device=device).config.optim.lr == ADAPTER_LR
 
 
-def test_a_rate_that_nobody_gave_is_none_that_was_written_down() -> None:
+def test_a_rate_that_nobody_gave_is_none_that_was_written_down():
     """Configurations are stored and read back before anything trains: by bench, by tune, by the plan's --out."""
     for given in (run(method="lora", **{"with": {}}), run(**{"with": {"lora": {}}})):
         again = parse_config(dump_config(given), "again")
@@ -118,7 +112,7 @@ def test_a_rate_that_nobody_gave_is_none_that_was_written_down() -> None:
 
 
 @pytest.mark.parametrize("objective", sorted(PAIRED))
-def test_pairs_of_every_objective(objective: str, tmp_path: Path) -> None:
+def test_pairs_of_every_objective(objective, tmp_path):
     """Adapters keep the smaller rate; both answers count as tokens of an epoch."""
     pair = {"prompt": "a " * 40, "chosen": "b " * 40, "rejected": "c " * 40}
     (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 20)
@@ -130,27 +124,20 @@ def test_pairs_of_every_objective(objective: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "name", "do"), [("full", "lora", "method: lora"), ("lora", "nf4", "method: qlora")])
-def test_a_technique_of_another_method(method: str, name: str, do: str) -> None:
+def test_a_technique_of_another_method(method, name, do):
     with pytest.raises(ConfigError, match=f"with.{name}") as refused:
         decide(run(method=method, **{"with": {name: {}}}), device=hardware.NAMED["h100"])
     assert do in refused.value.do
 
 
-@pytest.mark.parametrize(
-    ("text", "do"),
-    [
-        ("with: {qlora: {}}", "write `method: qlora`"),
-        ("lora_r: 8", "write `with: {lora: {rank: 8}}`"),
-        ("bf16: true", "with: {amp: {}} (float32 weights)"),
-        ("model_name_or_path: x", "write `model: x`"),
-        ("template: none", "leave it out: the model's own chat template is used"),
-        ("template: llama3", "leave it out: the model's own chat template is used"),
-        ("chat_template: default", "leave it out: the model's own chat template is used"),
-        ("chat_template: chatml", "write `model: {chat_template: chatml}`"),
-        ("chat_template: own.jinja", "write `model: {chat_template: own.jinja}`"),
-    ],
-)
-def test_words_of_other_trainers(text: str, do: str) -> None:
+@pytest.mark.parametrize(("text", "do"), [
+    ("template: none", "leave it out: the model's own chat template is used"),
+    ("template: llama3", "leave it out: the model's own chat template is used"),
+    ("chat_template: default", "leave it out: the model's own chat template is used"),
+    ("chat_template: chatml", "write `model: {chat_template: chatml}`"),
+    ("chat_template: own.jinja", "write `model: {chat_template: own.jinja}`"),
+])  # fmt: skip
+def test_words_of_other_trainers(text, do):
     whole = f"model: tiny\nobjective: sft\ndata: {{sample: recipes}}\noutput: o\n{text}\n"
     with pytest.raises(ConfigError) as refused:
         decide(parse_config(whole, "x.yaml"))
@@ -162,7 +149,7 @@ def test_words_of_other_trainers(text: str, do: str) -> None:
 # --- figures
 
 
-def test_a_cpu_starts_the_operators_of_each_micro_batch_itself() -> None:
+def test_a_cpu_starts_the_operators_of_each_micro_batch_itself():
     """Nothing else runs meanwhile: their time comes on top, as often as there are micro-batches."""
     sizes = [run("tiny", batch={"seq": 128, "tokens": 1024, "micro_tokens": n}, **{"with": {}}) for n in (1024, 128)]
     plans = [search.predict(config, "cpu") for config in sizes]
@@ -172,13 +159,13 @@ def test_a_cpu_starts_the_operators_of_each_micro_batch_itself() -> None:
     assert plans[0].step_s == pytest.approx(sum(w.seconds for w in plans[0].work))
 
 
-def test_how_long_it_takes() -> None:
+def test_how_long_it_takes():
     found = answer.answer(run("llama-3.2-1b", train={"epochs": 2}, **{"with": {}}), "h100").best
     assert found is not None and found.setting is not None and found.time.steps == 2 * 2048 / 4
     assert found.time.steps_s == pytest.approx(2 * 2048 * 2048 / found.setting.prediction.tokens_per_s)
 
 
-def test_the_largest_batch_is_the_last_that_fits() -> None:
+def test_the_largest_batch_is_the_last_that_fits():
     config = run("llama-3.2-1b", **{"with": {"bf16": {}, "attention": {}, "fused-loss": {}}})
     _, values = answer.solve(config, "4090", "batch")
     best = values["micro_tokens"] // 2048
@@ -193,13 +180,12 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
 
 
 NARROW = {
-    "model_type": "mixtral", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 4,
-    "num_experts_per_tok": 2,
+    "model_type": "mixtral", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
 
 
-def test_a_method_that_the_model_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_the_model_has_not(monkeypatch):
     """No base in 4 bits by its sizes: that method is refused by its reason, and the others are planned."""
     monkeypatch.setitem(SHAPES, "narrow", NARROW)
     for left in ({"method": "auto"}, {"with": {}}):
@@ -219,7 +205,7 @@ def test_a_method_that_the_model_has_not(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
-def test_adapters_stay_where_all_weights_would_be_faster(name: str) -> None:
+def test_adapters_stay_where_all_weights_would_be_faster(name):
     """A search that finds another technique impossible beside adapters does not go without them."""
     config = run("tiny", seq=512, objective="sft", data={"sample": "recipes"}, **{"with": {name: {}}})
     for way in answer.answer(config, "2xh100", nearest=False).ways:
@@ -230,7 +216,7 @@ def test_adapters_stay_where_all_weights_would_be_faster(name: str) -> None:
 # --- answers that missed: each is a question to which a far better one was found by hand
 
 
-def chats(tmp_path: Path, hardware_name: str, *sets: str, seq: int = 4096, tokens: int = 65536) -> answer.Answer:
+def chats(tmp_path, hardware_name, *sets, seq=4096, tokens=65536):
     """The answer for 8B on 2,000 short conversations, most of whose rows are padding unless they are packed."""
     turns = [{"role": "user", "content": "word " * 200}, {"role": "assistant", "content": "word " * 200}]
     (tmp_path / "chat.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 2000)
@@ -242,54 +228,50 @@ def chats(tmp_path: Path, hardware_name: str, *sets: str, seq: int = 4096, token
 
 
 @pytest.mark.parametrize(
-    ("name", "sets", "seq", "speed"),
-    [("4090", "method=qlora", 81920, 500), ("2x4090", "method=full", 22528, 2000)],
+    ("name", "sets", "seq", "speed"), [("4090", "method=qlora", 81920, 500), ("2x4090", "method=full", 22528, 2000)]
 )
-def test_long_rows_of_short_documents_are_packed(tmp_path, name, sets, seq, speed) -> None:
+def test_long_rows_of_short_documents_are_packed(tmp_path, name, sets, seq, speed):
     """Packing gains only with attention that knows documents: a climb of single changes stayed at 3 and 36 tokens/s."""
     tokens = seq * hardware.parse_hardware(name)[1]
     found = chats(tmp_path, name, sets, seq=seq, tokens=tokens).best
     assert found.setting.prediction.tokens_per_s > speed and "packing" in found.setting.with_
 
 
-def test_host_memory_is_used_where_it_is_much_faster(tmp_path) -> None:
+def test_host_memory_is_used_where_it_is_much_faster(tmp_path):
     found = chats(tmp_path, "4090", "method=qlora", seq=65536).best
     assert found.setting.prediction.tokens_per_s > 1500 and "offload-activations" in found.setting.with_
     usual = chats(tmp_path, "4090", "method=lora").best
     assert usual.setting.prediction.host_bytes == 0
 
 
-def test_weights_are_kept_on_the_host_where_no_card_has_room(tmp_path) -> None:
+def test_weights_are_kept_on_the_host_where_no_card_has_room(tmp_path):
     """Of 70B in 4 bits the embedding and the head alone fill two cards of 24 GiB."""
     found = answer.answer(run("llama-3.1-70b", 2, seq=512, method="qlora"), "2x3090").best
     assert found is not None and found.setting.with_["deepspeed"] == {"offload": "all"}
 
 
-def test_gradients_are_reduced_early_where_they_do_not_fit_whole(tmp_path) -> None:
+def test_gradients_are_reduced_early_where_they_do_not_fit_whole(tmp_path):
     found = chats(tmp_path, "2x4090", "method=full", seq=8192).best
     assert found.setting.with_["fsdp"] == {"sync": "each"}
 
 
-def test_all_weights_come_first_where_they_have_room(tmp_path) -> None:
+def test_all_weights_come_first_where_they_have_room(tmp_path):
     """The fastest set of all weights is tight there; one that is 1 % slower is not."""
     assert next(w.method for w in chats(tmp_path, "8xa100-40").ways) == "full"
 
 
-def test_what_a_search_does_not_choose_is_kept_on_several_ranks() -> None:
+def test_what_a_search_does_not_choose_is_kept_on_several_ranks():
     """8-bit products need a precision, a compiler and an owner of the data axis: three changes from the file's set."""
     config = run("llama-3.2-1b", 8, method="full", **{"with": {"fp8": {}}})
     found = search.search(with_method(config), "8xh100", whole=False).settings[0]
     assert "fp8" in found.with_ and {"ddp", "fsdp"} & found.with_.keys()
 
 
-@pytest.mark.parametrize(
-    ("model", "card"),
-    [
-        ("Qwen/Qwen3-8B", "h200"), ("meta-llama/Llama-3.1-8B", "h200"), ("Qwen/Qwen3-4B", "h100"),
-        ("meta-llama/Llama-3.2-3B", "h100"), ("Qwen/Qwen3-0.6B", "3060"),
-    ],
-)  # fmt: skip
-def test_what_is_decided_is_as_fast_as_what_a_whole_search_finds(model: str, card: str) -> None:
+@pytest.mark.parametrize(("model", "card"), [
+    ("Qwen/Qwen3-8B", "h200"), ("meta-llama/Llama-3.1-8B", "h200"), ("Qwen/Qwen3-4B", "h100"),
+    ("meta-llama/Llama-3.2-3B", "h100"), ("Qwen/Qwen3-0.6B", "3060"),
+])  # fmt: skip
+def test_what_is_decided_is_as_fast_as_what_a_whole_search_finds(model, card):
     """Where memory is short, float32 with a kernel of its own beats 16 bits without, and loses to 16 bits with one."""
     config = run(model, method="full")
     decided = search.predict(config, card).tokens_per_s or 0.0
@@ -297,7 +279,7 @@ def test_what_is_decided_is_as_fast_as_what_a_whole_search_finds(model: str, car
     assert decided > 0.9 * whole > 0
 
 
-def test_the_maths_are_kept_in_what_is_near(tmp_path) -> None:
+def test_the_maths_are_kept_in_what_is_near(tmp_path):
     """What is suggested to somebody who keeps the maths fits with them kept, or says that they change."""
     found = answer.answer(run("Qwen/Qwen3-8B", method="full", **{"with": {}}), "a100-80", keep_maths=True)
     assert found.best is None and found.nearest[0].startswith("other maths: leave out --keep-maths (full, ")
@@ -306,12 +288,12 @@ def test_the_maths_are_kept_in_what_is_near(tmp_path) -> None:
     assert "--set method=full" not in " ".join(found.nearest)
 
 
-def test_the_largest_batch_of_a_run_that_fits_by_other_maths(tmp_path) -> None:
+def test_the_largest_batch_of_a_run_that_fits_by_other_maths(tmp_path):
     text, values = answer.solve(run("meta-llama/Llama-3.1-8B", method="full"), "h100", "batch")
     assert values["micro_tokens"] >= 2048 and ", by full: bf16 " in text
 
 
-def test_smaller_steps_are_near(tmp_path) -> None:
+def test_smaller_steps_are_near(tmp_path):
     """Weights are updated as soon as their gradients are there: a step is one micro-batch, and nothing is clipped."""
     found = chats(tmp_path, "4090", "method=full", tokens=8192)
     assert found.best is None and found.least.peak_bytes > 30 * hardware.GIB
@@ -322,12 +304,12 @@ def test_smaller_steps_are_near(tmp_path) -> None:
     assert {"update-in-backward", "paged-states"} & small.setting.with_.keys()
 
 
-def test_methods_are_written_as_they_are_typed() -> None:
+def test_methods_are_written_as_they_are_typed():
     assert answer.typed("lora") == "--set method=lora"
     assert answer.typed("lora + int8") == "--set method=lora --with int8"
 
 
-def test_the_longest_row_is_all_that_there_are_positions_for(tmp_path: Path) -> None:
+def test_the_longest_row_is_all_that_there_are_positions_for(tmp_path):
     """Between two powers of two, too, and where no step of the search ends there."""
     (tmp_path / "config.json").write_text(json.dumps({**SHAPES["llama-3.2-1b"], "max_position_embeddings": 5000}))
     config = changed(run("llama-3.2-1b"), {"model.shape": None, "model.path": str(tmp_path)})
@@ -335,7 +317,7 @@ def test_the_longest_row_is_all_that_there_are_positions_for(tmp_path: Path) -> 
     assert values["seq"] == 5000 and "all that the model has positions for" in text
 
 
-def test_the_fewest_gpus() -> None:
+def test_the_fewest_gpus():
     text, values = answer.solve(run("llama-3.1-70b", method="qlora"), "h100", "gpus")
     assert (values["gpus"], values["method"]) == (1, "qlora") and text.startswith("1 x h100, rows of ")
     _, values = answer.solve(run("llama-3.1-70b", method="lora"), "h100", "gpus")
@@ -346,19 +328,19 @@ def test_the_fewest_gpus() -> None:
         answer.solve(run("llama-3.1-70b"), "24GiB", "gpus")
 
 
-def test_the_cheapest_hardware_has_as_many_gpus_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cheapest_hardware_has_as_many_gpus_as_it_needs(monkeypatch):
     monkeypatch.setattr(hardware, "PRICES_USD_H", {"4090": 1.0, "h100": 100.0})
     _, values = answer.solve(run("llama-3.1-70b", method="qlora"), "h100", "cheapest")
     assert values["hardware"] in ("2x4090", "4x4090")
 
 
-def test_more_cards_of_a_kind_are_near() -> None:
+def test_more_cards_of_a_kind_are_near():
     assert list(answer.larger_hardware("2x4090"))[:2] == ["4x4090", "8x4090"]
     one, *others = answer.larger_hardware("4090")
     assert one != "4x4090" and "4x4090" in others
 
 
-def test_what_may_not_be_meant_is_noted() -> None:
+def test_what_may_not_be_meant_is_noted():
     llama = run(seq=200_000, **{"with": {}})
     device, ranks = hardware.parse_hardware("16xh100")
     long, many = answer.planned_notes(llama, device, ranks)
@@ -368,7 +350,7 @@ def test_what_may_not_be_meant_is_noted() -> None:
     assert list(answer.planned_notes(scaled, hardware.NAMED["h100"], 1)) == []
 
 
-def test_adapters_are_not_paged() -> None:
+def test_adapters_are_not_paged():
     for method, paged in (("lora", False), ("full", True)):
         config = with_method(run(method=method, **{"with": {}}))
         env = dataclasses.replace(problem_of(config, ALL, 1, hardware.NAMED["4090"]).env, scarce=True)

@@ -1,12 +1,10 @@
 """Attention functions against a float64 oracle, a document at a time; no document reaches another, nor its NaNs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 
-from optrush.data.batch import Documents, collate
+from optrush.data.batch import collate
 from optrush.data.schema import Document
 from optrush.errors import NeedsError
 from optrush.kernels.attention import ATTENTIONS, masked, sdpa, varlen, visible_tokens
@@ -19,7 +17,7 @@ SPANS = [(0, 0, 5), (0, 5, 12), (0, 12, 15), (0, 15, 16), (1, 0, 1), (1, 1, 13),
 BOTH = pytest.mark.parametrize("attend", [masked, sdpa])
 
 
-def documents(lengths=LENGTHS, *, single=False) -> Documents:
+def documents(lengths=LENGTHS, *, single=False):
     rows = [[(0, Document(np.zeros(n, np.int32), np.zeros(n, bool))) for n in row] for row in lengths]
     return collate(rows, T, single=single, most=16).documents
 

@@ -303,14 +303,11 @@ def test_the_key(here, tiny_folder, tokens, monkeypatch):
     written(here / "b.jsonl", TEXTS[:-1])
     template = tokens.template()
     others = {
-        "files": work(tokens, here / "b.jsonl"),
-        "order": work(tokens, path, here / "b.jsonl"),
-        "other order": work(tokens, here / "b.jsonl", path),
-        "learnt": work(tokens, path, train_on="last"),
-        "text rows": work(tokens, path, text_rows="line"),
-        "cleaning": work(tokens, path, cleaning="x"),
+        "files": work(tokens, here / "b.jsonl"), "order": work(tokens, path, here / "b.jsonl"),
+        "other order": work(tokens, here / "b.jsonl", path), "learnt": work(tokens, path, train_on="last"),
+        "text rows": work(tokens, path, text_rows="line"), "cleaning": work(tokens, path, cleaning="x"),
         "template": work(Tokens(tokens.tokenizer, template + " "), path),
-    }
+    }  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.add_tokens(["soup"])
     others["tokenizer"] = work(Tokens(tokenizer), path)

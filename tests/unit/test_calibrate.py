@@ -1,13 +1,9 @@
 """Calibration: the measurement, its file, and plans that use it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,13 +27,13 @@ H200 = hardware.NAMED["h200"]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """Where these tests keep calibrations."""
     monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "calibrations"
 
 
-def fake(**changes: Any) -> Calibration:
+def fake(**changes):
     """Of an H200, at the shapes of Llama 1B: 400 and 40 TFLOP/s of products, 200 and 20 of attention."""
     products = tuple(
         ProductRate(part, direction, dtype, 4096, inputs, outputs, 4e14 if dtype == "bfloat16" else 4e13, 0.01)
@@ -59,7 +55,7 @@ def fake(**changes: Any) -> Calibration:
     return dataclasses.replace(whole, **changes)
 
 
-def keep(c: Calibration) -> Path:
+def keep(c):
     file = calibration.path(c)
     calibration.check_writable(file.parent)
     calibration.write_calibration(c, file)
@@ -69,16 +65,16 @@ def keep(c: Calibration) -> Path:
 # --- measuring
 
 
-def tiny(seconds: float = 0.3, report: calibrate.Report = lambda *_: None) -> Calibration:
+def tiny(seconds=0.3, report=lambda *_: None):
     return calibrate.measure_rates([Load("small", SMALL, 8, 32)], hardware.cpu(), seconds, report)
 
 
 @pytest.fixture(scope="module")
-def found() -> Calibration:
+def found():
     return tiny()
 
 
-def test_every_shape_and_direction_in_both_types(found: Calibration) -> None:
+def test_every_shape_and_direction_in_both_types(found):
     shapes = {(p.part, p.outputs, p.inputs) for p in found.products}
     assert shapes == {("qkv", 64, 16), ("o", 16, 32), ("gate_up", 48, 16), ("down", 16, 24), ("head", 40, 16)}
     assert len(found.products) == 5 * 3 * 2 and len(found.attention) == 2 * 2 * 2, "of two lengths"
@@ -91,14 +87,14 @@ def test_every_shape_and_direction_in_both_types(found: Calibration) -> None:
     assert found.to_device_bytes_s is None and found.driver is None and found.threads == torch.get_num_threads()
 
 
-def test_a_shape_of_two_models_is_measured_once() -> None:
+def test_a_shape_of_two_models_is_measured_once():
     both = [Load("a", SMALL, 8, 32), Load("b", dataclasses.replace(SMALL, layers=3), 8, 64)]
     trials = list(calibrate._trials(Bench(hardware.cpu()), both, torch.float32))
     assert len(trials) == 5 * 3 + 2 * 2 and all(t.name.startswith("a ") for t in trials)
 
 
-def test_full_memory_is_an_error_of_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+def test_full_memory_is_an_error_of_three_lines(monkeypatch):
+    def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(calibrate, "_fit", full)
@@ -107,11 +103,11 @@ def test_full_memory_is_an_error_of_three_lines(monkeypatch: pytest.MonkeyPatch)
     assert "shorter rows" in error.value.do
 
 
-def test_longer_rows_only_where_no_scores_are_held() -> None:
+def test_longer_rows_only_where_no_scores_are_held():
     """Of a row of 16,384 they are 32 GiB at 32 heads."""
     bench = Bench(hardware.cpu())
 
-    def lengths(tokens: int, dtype: torch.dtype) -> list[int]:
+    def lengths(tokens, dtype):
         trials = calibrate._trials(bench, [Load("a", SMALL, 8, tokens)], dtype)
         return [t.fields["seq"] for t in trials if t.kind is AttentionRate]
 
@@ -122,7 +118,7 @@ def test_longer_rows_only_where_no_scores_are_held() -> None:
 
 
 @pytest.mark.parametrize("direction", ["forward", "input", "weight"])
-def test_a_product_is_the_one_that_autograd_asks_for(direction: str) -> None:
+def test_a_product_is_the_one_that_autograd_asks_for(direction):
     """Against the gradients of a linear, and the FLOPs that torch itself counts."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -142,7 +138,7 @@ def test_a_product_is_the_one_that_autograd_asks_for(direction: str) -> None:
     assert counted.get_total_flops() == trial.flop * 32
 
 
-def test_attention_is_causal_and_counts_half(found: Calibration) -> None:
+def test_attention_is_causal_and_counts_half(found):
     bench = Bench(hardware.cpu())
     forward, backward = (
         t for t in calibrate._trials(bench, [Load("s", SMALL, 8, 32)], torch.float32) if t.fields.get("seq") == 8
@@ -159,7 +155,7 @@ def test_attention_is_causal_and_counts_half(found: Calibration) -> None:
     assert (forward.flop, backward.flop) == (2 * 8 * 8 * 4 * 8, 4 * 8 * 8 * 4 * 8)
 
 
-def test_values_are_random() -> None:
+def test_values_are_random():
     bench = Bench(hardware.cpu())
     bench.fill(torch.bfloat16, 5000)
     a, b = bench.cut(torch.bfloat16, (50, 50), (50, 50))
@@ -167,12 +163,12 @@ def test_values_are_random() -> None:
     assert len(a.unique()) > 500
 
 
-def test_a_slow_call_takes_fewer_tokens() -> None:
+def test_a_slow_call_takes_fewer_tokens():
     """What one slice of time does not hold is measured smaller."""
     bench = Bench(hardware.cpu())
     sizes: list[int] = []
 
-    def make(size: int) -> Callable[[], object]:
+    def make(size):
         sizes.append(size)
         return lambda: None
 
@@ -186,7 +182,7 @@ def test_a_slow_call_takes_fewer_tokens() -> None:
     assert trial.size == 1000
 
 
-def test_what_does_not_fit_into_memory_is_smaller_or_refused() -> None:
+def test_what_does_not_fit_into_memory_is_smaller_or_refused():
     bench = Bench(dataclasses.replace(hardware.cpu(), memory_bytes=1 << 20))
     trials = list(calibrate._trials(bench, [Load("s", SMALL, 8, 1 << 16)], torch.float32))
     calibrate._held(bench, trials)
@@ -197,14 +193,14 @@ def test_what_does_not_fit_into_memory_is_smaller_or_refused() -> None:
     assert "GiB may be used" in refused.value.found and "smaller CONFIG" in refused.value.do
 
 
-def test_a_gpu_that_torch_does_not_see() -> None:
+def test_a_gpu_that_torch_does_not_see():
     if torch.cuda.is_available():
         pytest.skip("torch sees one")
     with pytest.raises(NeedsError, match="finds no CUDA device"):
         Bench(H200)
 
 
-def test_what_is_measured() -> None:
+def test_what_is_measured():
     config = parse_config(LLAMA, "x", ["batch.seq=512", "batch.micro_tokens=1024"])
     assert calibrate.loads(config, H200) == [Load("llama-3.2-1b", SHAPE, 512, 1024)]
     assert [load.name for load in calibrate.loads(None, H200)] == ["llama-3.2-1b", "llama-3.1-8b"]
@@ -215,7 +211,7 @@ def test_what_is_measured() -> None:
 # --- the file
 
 
-def test_it_is_read_as_it_was_written(cache: Path, found: Calibration) -> None:
+def test_it_is_read_as_it_was_written(cache, found):
     for c in (found, fake()):
         file = keep(c)
         assert file.parent == cache and dataclasses.asdict(calibration.read_calibration(file)) == dataclasses.asdict(c)
@@ -223,7 +219,7 @@ def test_it_is_read_as_it_was_written(cache: Path, found: Calibration) -> None:
     assert not [f for f in cache.iterdir() if f.suffix != ".json"]
 
 
-def test_one_file_a_device_torch_and_driver(cache: Path) -> None:
+def test_one_file_a_device_torch_and_driver(cache):
     keep(fake())
     keep(fake(date="2026-11-22T10:00:00+00:00", launch_s=1e-6))
     assert len(list(cache.iterdir())) == 1
@@ -232,7 +228,7 @@ def test_one_file_a_device_torch_and_driver(cache: Path) -> None:
     assert len(list(cache.iterdir())) == 4
 
 
-def test_which_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_one_is_found(monkeypatch):
     assert calibration.for_device(H200) is None
     keep(fake(device="NVIDIA L4"))
     assert calibration.for_device(H200) is None
@@ -246,7 +242,7 @@ def test_which_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen is not None and chosen.torch == "9.9", "of this torch and driver"
 
 
-def test_what_has_changed_here_since(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_changed_here_since(monkeypatch):
     assert calibration.stale(fake()) == "", "no such device here: nothing to compare with"
     monkeypatch.setattr(hardware, "probe", lambda: [H200])
     monkeypatch.setattr(calibration, "torch_version", lambda: "3.0")
@@ -255,7 +251,7 @@ def test_what_has_changed_here_since(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch is 3.0 now: optrush calibrate measures again" in known(fake()).source
 
 
-def refused(file: Path) -> ConfigError:
+def refused(file):
     with pytest.raises(ConfigError) as error:
         calibration.for_device(H200)
     assert str(file) in error.value.asked and "optrush calibrate" in error.value.do
@@ -268,7 +264,7 @@ def refused(file: Path) -> ConfigError:
     (b'{"launch_s": 1}', "format None, where this version of optrush reads 1"),
     (b'{"launch_s": 1, "format": 2}', "format 2"), (b'{"launch_s": 1, "format": 1}', "damaged: `device`"),
 ])  # fmt: skip
-def test_a_file_that_is_none(cache: Path, text: bytes, said: str) -> None:
+def test_a_file_that_is_none(cache, text, said):
     cache.mkdir(parents=True)
     (cache / "x.json").write_bytes(text)
     assert said in refused(cache / "x.json").found
@@ -280,13 +276,13 @@ def test_a_file_that_is_none(cache: Path, text: bytes, said: str) -> None:
     ("products", [], "`products` lacks a type"), ("attention", [], "`attention` lacks a type"),
     ("products", [{"part": "qkv"}], "`products.0."), ("copy_bytes_s", float("inf"), "copy_bytes_s"),
 ])  # fmt: skip
-def test_a_value_that_is_none(key: str, value: object, said: str) -> None:
+def test_a_value_that_is_none(key, value, said):
     file = keep(fake())
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
     assert said in refused(file).found
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="to write the calibration"):
         calibration.check_writable(tmp_path / "file" / "inside")
@@ -294,7 +290,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         calibration.write_calibration(fake(), tmp_path / "none" / "x.json")
 
 
-def test_a_processor_is_called_by_its_model_and_cores() -> None:
+def test_a_processor_is_called_by_its_model_and_cores():
     assert calibration.device_name(H200) == "NVIDIA H200"
     assert " core" in calibration.device_name(hardware.cpu()) and calibration.device_name(hardware.cpu()) != "cpu"
 
@@ -302,27 +298,27 @@ def test_a_processor_is_called_by_its_model_and_cores() -> None:
 # --- the rates
 
 
-def known(c: Calibration | None, T: int = 2048) -> cost.Rates:
+def known(c, T=2048):
     found = cost.device_rates(H200, c, SHAPE, T)
     assert found is not None
     return found
 
 
-def rate(of: cost.Rates, name: str, narrow: bool = True, **work: Any) -> float:
+def rate(of, name, narrow=True, **work):
     return of.flop_s(WorkItem(name, "", "token", 1.0, **work), narrow)
 
 
-def changed(c: Calibration, flop_s: float, **where: object) -> Calibration:
+def changed(c, flop_s, **where):
     """With another rate where all fields are as given."""
 
-    def set_(m: Any) -> Any:
+    def set_(m):
         return dataclasses.replace(m, flop_s=flop_s) if all(getattr(m, k, 0) == v for k, v in where.items()) else m
 
     products, attention = tuple(map(set_, c.products)), tuple(map(set_, c.attention))
     return dataclasses.replace(c, products=products, attention=attention)
 
 
-def test_each_product_by_its_shape_and_direction() -> None:
+def test_each_product_by_its_shape_and_direction():
     c = changed(fake(), 1e14, part="down", dtype="bfloat16", direction="weight")
     of = known(c)
     assert rate(of, "forward.down") == 4e14
@@ -333,7 +329,7 @@ def test_each_product_by_its_shape_and_direction() -> None:
     assert rate(head, "head.products") == pytest.approx(3 / (1 / 1e14 + 2 / 4e14))
 
 
-def test_a_shape_that_was_not_measured_takes_the_median() -> None:
+def test_a_shape_that_was_not_measured_takes_the_median():
     c = changed(fake(), 9e14, part="head", dtype="bfloat16")  # 3 of 15: the median stays
     other = cost.device_rates(H200, c, ModelShape.read(SHAPES["llama-3.1-8b"]), 2048)
     assert other is not None and not {"forward.down", "head.products"} & other.products[True].keys()
@@ -341,7 +337,7 @@ def test_a_shape_that_was_not_measured_takes_the_median() -> None:
     assert rate(other, "forward.scores", unit="attention") == 2e14
 
 
-def test_attention_at_a_length_between_two() -> None:
+def test_attention_at_a_length_between_two():
     c = changed(fake(), 3e14, seq=8192, dtype="bfloat16", direction="backward")
     for T, want in ((512, 2.0), (2048, 2.0), (4096, 2.5), (8192, 3.0), (32768, 3.0)):
         assert rate(known(c, T), "backward.scores", unit="attention") == pytest.approx(want * 1e14)
@@ -350,7 +346,7 @@ def test_attention_at_a_length_between_two() -> None:
 
 
 @pytest.mark.parametrize(("seq", "want"), [(512, 2.5), (2048, 2.5), (8192, 2.125), (4096, 2.3125)])
-def test_a_mask_on_a_cpu_takes_the_whole_square_at_the_kernels_rate(seq: int, want: float) -> None:
+def test_a_mask_on_a_cpu_takes_the_whole_square_at_the_kernels_rate(seq, want):
     """Of the rows that were measured, whatever the documents' length; it skipped whole pieces, and halves count."""
     cpu = cost.device_rates(hardware.cpu(), fake(), SHAPE, T=300, seq=seq)  # measured at 2048 and 8192
     assert cpu is not None and rate(cpu, "forward.scores", unit="attention") == 2e14
@@ -358,7 +354,7 @@ def test_a_mask_on_a_cpu_takes_the_whole_square_at_the_kernels_rate(seq: int, wa
     assert rate(known(fake()), "forward.scores", unit="masked") == 2e14, "on a GPU as if causal"
 
 
-def test_a_mask_on_a_cpu_by_its_datasheet_is_a_product() -> None:
+def test_a_mask_on_a_cpu_by_its_datasheet_is_a_product():
     cpu = dataclasses.replace(hardware.cpu(), half_flop_s=2e12, float32_flop_s=1e12, bandwidth_bytes_s=5e10)
     for sheet in (cost.device_rates(cpu), cost.device_rates(cpu, ceiling=True)):
         assert sheet is not None
@@ -368,7 +364,7 @@ def test_a_mask_on_a_cpu_by_its_datasheet_is_a_product() -> None:
 
 
 @pytest.mark.parametrize("measured", [None, fake()], ids=["datasheet", "calibrated"])
-def test_ranks_share_the_rates_of_a_cpu(measured: Calibration | None) -> None:
+def test_ranks_share_the_rates_of_a_cpu(measured):
     whole, half = (cost.device_rates(hardware.share_of_cpu(n), measured, SHAPE, 2048) for n in (1, 2))
     assert whole is not None and half is not None and half.bytes_s == pytest.approx(whole.bytes_s / 2)
     for name, by in (("products", whole.products), ("attention", whole.attention)):
@@ -376,7 +372,7 @@ def test_ranks_share_the_rates_of_a_cpu(measured: Calibration | None) -> None:
             assert getattr(half, name)[narrow] == pytest.approx({key: rate / 2 for key, rate in rates.items()})
 
 
-def test_a_datasheet_is_what_it_was() -> None:
+def test_a_datasheet_is_what_it_was():
     of = known(None)
     assert of.basis == "datasheet" and "not measured" in of.source and "optrush calibrate" in of.source
     assert rate(of, "forward.down") == pytest.approx(9.895e14 * cost.HALF_PRODUCTS)
@@ -388,7 +384,7 @@ def test_a_datasheet_is_what_it_was() -> None:
     assert cpu is not None and cpu.bytes_s == pytest.approx(4e12 * cost.MOVING["cpu"])
 
 
-def test_an_unknown_device_is_known_once_it_was_measured() -> None:
+def test_an_unknown_device_is_known_once_it_was_measured():
     device = hardware.Device("cuda", "NVIDIA L40S", (8, 9), None)
     assert cost.device_rates(device) is None
     found = cost.device_rates(device, fake(), SHAPE, 2048)
@@ -405,11 +401,11 @@ def test_an_unknown_device_is_known_once_it_was_measured() -> None:
 # --- the plan
 
 
-def llama(*sets: str) -> search.Config:
+def llama(*sets):
     return parse_config(LLAMA, "llama1b.yaml", sets)
 
 
-def test_a_plan_goes_by_what_was_measured() -> None:
+def test_a_plan_goes_by_what_was_measured():
     sheet = search.predict(llama(), "h200")
     assert sheet.basis == "datasheet" and "not measured" in sheet.rates_from
     keep(fake())
@@ -427,7 +423,7 @@ def test_a_plan_goes_by_what_was_measured() -> None:
     assert 0.5 < half.tokens_per_s / sheet.tokens_per_s < 0.75, "400 TFLOP/s of products instead of 653"
 
 
-def test_the_search_goes_by_it_too() -> None:
+def test_the_search_goes_by_it_too():
     keep(fake())
     found = search.search(llama(), "h200")
     best = found.settings[0]
@@ -438,14 +434,14 @@ def test_the_search_goes_by_it_too() -> None:
     assert rows["llama-3.1-8b"] is not None and rows["llama-3.1-8b"].prediction.basis == "calibrated"
 
 
-def test_a_processor_by_its_own() -> None:
+def test_a_processor_by_its_own():
     keep(fake(device=calibration.device_name(hardware.cpu()), driver=None))
     assert search.predict(llama("batch.micro_tokens=2048"), "cpu").basis == "calibrated"
     two = llama("batch.micro_tokens=2048").model_copy(update={"with_": {"ddp": {}}})
     assert search.predict(two, "2xcpu").basis == "calibrated"
 
 
-def test_the_ceiling_by_part() -> None:
+def test_the_ceiling_by_part():
     """The parts are the device's work, each once; without a calibration at the datasheet's whole rates."""
     sheet = search.predict(llama(), "h200")
     assert set(sheet.ceiling_s) == set(cost.PARTS)
@@ -467,7 +463,7 @@ def test_the_ceiling_by_part() -> None:
 # --- links
 
 
-def exchanged() -> list[calibration.LinkRate]:
+def exchanged():
     """Measure on a rank of a pair, whose group an earlier test may have made."""
     calibrate.COPY_BYTES = {"cpu": 1 << 16}
     if torch.distributed.is_initialized():
@@ -475,7 +471,7 @@ def exchanged() -> list[calibration.LinkRate]:
     return list(calibrate.measure_links(hardware.cpu(), int(os.environ["RANK"]), 2, 0.2))
 
 
-def test_links_are_measured_kept_and_planned_with(pair, tmp_path, monkeypatch) -> None:
+def test_links_are_measured_kept_and_planned_with(pair, tmp_path, monkeypatch):
     monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path))
     first, second = pair(exchanged)
     assert [link.operation for link in first] == ["all-reduce", "all-gather", "reduce-scatter"]

@@ -1,7 +1,5 @@
 """The filters of data.clean one by one, each at its bounds; their order; bad rows; what does not depend on workers."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json
@@ -12,7 +10,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -30,10 +27,10 @@ Run = Callable[..., Cleaned]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path):
     """Cleans rows (texts, whole rows, or lines of bytes) by settings; `_` is what else `clean` gets."""
 
-    def cleaned(rows: list[Any], _: dict[str, Any] | None = None, **settings: Any) -> Cleaned:
+    def cleaned(rows, _=None, **settings):
         path = tmp_path / "rows.jsonl"
         path.write_bytes(b"".join(line(row) + b"\n" for row in rows))
         return clean_files([path], Cleaning(**settings), **{"tokens": None, **(_ or {})})
@@ -41,26 +38,26 @@ def run(tmp_path: Path) -> Run:
     return cleaned
 
 
-def line(row: Any) -> bytes:
+def line(row):
     return row if isinstance(row, bytes) else json.dumps({"text": row} if isinstance(row, str) else row).encode()
 
 
-def stays(found: Cleaned) -> list[int]:
+def stays(found):
     """The rows that stay, counted from 0."""
     (mask,) = found.kept.values()
     return np.flatnonzero(mask).tolist()
 
 
-def reasons(found: Cleaned, name: str) -> list[str]:
+def reasons(found, name):
     return next([e["reason"] for e in f["examples"]] for f in found.record["filters"] if f["name"] == name)
 
 
-def chat(*turns: str, system: str | None = None) -> dict[str, Any]:
+def chat(*turns, system=None):
     messages = [{"role": r, "content": t} for r, t in zip(("user", "assistant") * len(turns), turns)]
     return {"messages": ([{"role": "system", "content": system}] if system else []) + messages}
 
 
-def text(n: int, first: int = 0) -> str:
+def text(n, first=0):
     """n words, none of them twice, that no other `first` gives."""
     return " ".join(f"w{first + i}" for i in range(n))
 
@@ -68,7 +65,7 @@ def text(n: int, first: int = 0) -> str:
 # --- what a row is by itself
 
 
-def test_characters(run: Run) -> None:
+def test_characters(run):
     found = run(["x" * n for n in (4, 5, 10, 11)], chars=(5, 10))
     assert stays(found) == [1, 2]
     assert reasons(found, "chars") == ["4 characters; at least 5, at most 10", "11 characters; at least 5, at most 10"]
@@ -76,13 +73,13 @@ def test_characters(run: Run) -> None:
     assert stays(run(["x" * 4, "x" * 5], chars=(None, 4))) == [0]
 
 
-def test_characters_of_all_turns(run: Run) -> None:
+def test_characters_of_all_turns(run):
     row = chat("ab", "cd")
     length = len(meaning.row_text(meaning.parse_row(meaning.RowLocation(Path("f"), 1), row)))
     assert stays(run([row, "x" * (length + 1)], chars=(length, length))) == [0]
 
 
-def test_tokens(run: Run) -> None:
+def test_tokens(run):
     words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.enable_truncation(2)  # must not shorten what is counted
@@ -95,7 +92,7 @@ def test_tokens(run: Run) -> None:
         run(["a"], tokens=(1, 2))
 
 
-def test_repeated_lines(run: Run) -> None:
+def test_repeated_lines(run):
     """The share of characters, blank lines aside, at its bound."""
     rows = ["ab\ncd\nab\nef", "ab\n\n  ab \ncd\nef", "ab\nab\nab\ncd", "one line"]
     assert stays(run(rows, repeated_lines=0.25)) == [0, 1, 3]
@@ -104,7 +101,7 @@ def test_repeated_lines(run: Run) -> None:
     assert reasons(found, "repeated_lines")[2] == "50.0% of its characters are in repeated lines; at most 0.2"
 
 
-def test_language(run: Run) -> None:
+def test_language(run):
     german = "Die Zwiebeln fein hacken und in der Butter goldbraun braten, dann mit Brühe ablöschen."
     english = "Chop the onions finely and fry them in the butter until golden, then add the stock."
     found = run([english, german, "12345 !!!"], language=("en",))
@@ -120,9 +117,7 @@ def test_language(run: Run) -> None:
     ("settings", "library", "extra"),
     [({"near_duplicates": 0.8}, "rensa", "dedup"), ({"language": ("en",)}, "py3langid", "language")],
 )
-def test_a_missing_library(
-    run: Run, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], library: str, extra: str
-) -> None:
+def test_a_missing_library(run, monkeypatch, settings, library, extra):
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == library else there(name, *a))
     with pytest.raises(NeedsError) as error:
@@ -134,7 +129,7 @@ def test_a_missing_library(
 # --- items
 
 
-def test_number_of_items(run: Run) -> None:
+def test_number_of_items(run):
     rows = [{"text": "x", "of": {"a": ["i"] * n}} for n in (0, 1, 2, 3)] + [{"text": "x"}, {"text": "x", "of": "one"}]
     found = run(rows, items=[{"field": "of.a", "bounds": [1, 2]}])
     assert stays(found) == [1, 2]
@@ -145,7 +140,7 @@ def test_number_of_items(run: Run) -> None:
     assert stays(run(rows, items=[{"field": "of.a", "bounds": [None, 2]}])) == [0, 1, 2, 4, 5]
 
 
-def test_items_by_a_pattern(run: Run) -> None:
+def test_items_by_a_pattern(run):
     rows = ["- a\n- b\nc", "- a", "no list", {"messages": chat("q", "- x\n- y")["messages"]}]
     assert stays(run(rows, items=[{"pattern": "^- (.+)$", "bounds": [2, None]}])) == [0, 3]
     assert stays(run(rows, items=[{"pattern": "^- .+$", "bounds": [1, 1]}])) == [1], "without a group the whole match"
@@ -154,14 +149,14 @@ def test_items_by_a_pattern(run: Run) -> None:
         assert reasons(found, "items[0].rarest")[-1] == f"'{item}' is in 1 row; at least 2"
 
 
-def test_items_of_objects_and_of_a_text(run: Run) -> None:
+def test_items_of_objects_and_of_a_text(run):
     rows = [{"text": "x", "list": [{"name": "a"}, {"name": "b"}, {"other": 1}]}, {"text": "y", "list": [{"name": "c"}]}]
     assert stays(run(rows, items=[{"field": "list.name", "bounds": [2, 2]}])) == [0]
     rows = [{"text": "x", "kind": "soup"}, {"text": "y", "kind": "stew"}, {"text": "z", "kind": " SOUP"}]
     assert stays(run(rows, items=[{"field": "kind", "rarest": 2}])) == [0, 2]
 
 
-def test_rare_items(run: Run) -> None:
+def test_rare_items(run):
     """In fewer rows than asked for; twice in one row counts once; case and outer spaces do not tell items apart."""
     held = [["Salt", "egg"], [" salt "], ["egg", "salt", "saffron", "saffron"], ["EGG"], []]
     rows = [{"text": "x", "of": items} for items in held]
@@ -172,7 +167,7 @@ def test_rare_items(run: Run) -> None:
     assert stays(run(rows, items=[{"field": "of", "rarest": 4}])) == [4], "a row without items holds no rare one"
 
 
-def test_items_are_counted_over_the_rows_that_are_left(run: Run) -> None:
+def test_items_are_counted_over_the_rows_that_are_left(run):
     rows = [{"text": "x" * n, "of": ["a"]} for n in (1, 9)] + [{"text": "x" * 9, "of": ["b"]} for _ in range(2)]
     assert stays(run(rows, items=[{"field": "of", "rarest": 2}])) == [0, 1, 2, 3]
     assert stays(run(rows, chars=(5, None), items=[{"field": "of", "rarest": 2}])) == [2, 3]
@@ -181,7 +176,7 @@ def test_items_are_counted_over_the_rows_that_are_left(run: Run) -> None:
     assert stays(run(rows, items=[{"field": "b", "rarest": 2}])) == [0, 1, 2, 3]
 
 
-def test_many_items_are_counted_across_batches(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_items_are_counted_across_batches(run, monkeypatch):
     from optrush.data import cleaning
 
     monkeypatch.setattr(cleaning, "BATCH_rows", 7)
@@ -189,7 +184,7 @@ def test_many_items_are_counted_across_batches(run: Run, monkeypatch: pytest.Mon
     assert stays(run(rows, items=[{"field": "of", "rarest": 2}])) == list(range(100))
 
 
-def test_a_field_that_no_row_has(run: Run) -> None:
+def test_a_field_that_no_row_has(run):
     with pytest.raises(DataError) as error:
         run([{"text": "x", "ingredients": []}], items=[{"field": "ingredient", "bounds": [1, 2]}])
     assert error.value.asked == "`data.clean.items[0].field: ingredient`"
@@ -199,7 +194,7 @@ def test_a_field_that_no_row_has(run: Run) -> None:
 # --- duplicates and contamination
 
 
-def test_exact_duplicates(run: Run) -> None:
+def test_exact_duplicates(run):
     """White space and Unicode's forms do not tell texts apart, letters do; the first stays."""
     rows = ["caf\u00e9 au lait", "other", " cafe\u0301  au\nlait", "Caf\u00e9 au lait", "other"]
     found = run(rows, exact_duplicates=True)
@@ -208,7 +203,7 @@ def test_exact_duplicates(run: Run) -> None:
     assert stays(run(["x" * 3, "x" * 9, "x" * 9], chars=(5, None), exact_duplicates=True)) == [1]
 
 
-def test_near_duplicates(run: Run) -> None:
+def test_near_duplicates(run):
     """At the bound of the similarity, which is exact: 100 words have 96 runs of 5, one changed word breaks 5."""
     words = text(100).split()
     one = " ".join([*words[:50], "changed", *words[51:]])
@@ -223,7 +218,7 @@ def test_near_duplicates(run: Run) -> None:
     assert stays(shouted) == [0], "case and punctuation are no words"
 
 
-def test_near_duplicates_take_so_much_memory_and_no_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_duplicates_take_so_much_memory_and_no_more(run, monkeypatch):
     from optrush.data import cleaning
 
     monkeypatch.setattr(cleaning, "MOST_NEAR_bytes", 1000)
@@ -233,13 +228,13 @@ def test_near_duplicates_take_so_much_memory_and_no_more(run: Run, monkeypatch: 
     assert "clean fewer files at a time" in error.value.do
 
 
-def test_near_duplicates_of_short_texts_and_of_texts_without_spaces(run: Run) -> None:
+def test_near_duplicates_of_short_texts_and_of_texts_without_spaces(run):
     assert stays(run(["yes", "no", "Yes!", "?!", "..."], near_duplicates=0.5)) == [0, 1, 3, 4]
     chinese = "番茄炒蛋是一道简单又美味的家常菜只需要几个鸡蛋和两个番茄就可以做好先把鸡蛋打散再把番茄切成小块"
     assert stays(run([chinese, chinese[:20] + "汤" + chinese[21:]], near_duplicates=0.7)) == [0]
 
 
-def test_a_chain_of_near_duplicates_is_not_dragged_along(run: Run) -> None:
+def test_a_chain_of_near_duplicates_is_not_dragged_along(run):
     """b is near a, c is near b but not near a: b goes, c stays, for b does not stay."""
     words = text(100).split()
     a, b, c = (" ".join(["x"] * n + words[n:]) for n in (0, 20, 40))
@@ -247,25 +242,21 @@ def test_a_chain_of_near_duplicates_is_not_dragged_along(run: Run) -> None:
     assert stays(run([b, c, a], near_duplicates=0.6)) == [0]
 
 
-def test_a_shared_system_prompt_makes_no_duplicates(run: Run) -> None:
+def test_a_shared_system_prompt_makes_no_duplicates(run):
     rows = [chat(text(20, 100 * i), text(20, 100 * i + 50), system=text(500, 10**6)) for i in range(3)]
     assert stays(run(rows, near_duplicates=0.3)) == [0, 1, 2]
     assert stays(run([*rows, rows[0]], near_duplicates=0.3)) == [0, 1, 2]
 
 
-def test_contamination(run: Run, tmp_path: Path) -> None:
+def test_contamination(run, tmp_path):
     """Thirteen words in a row, or all of a shorter text; of an evaluation text's system prompt nothing."""
     evaluation = tmp_path / "eval.jsonl"
     judged = [{"text": text(40)}, {"text": "What is the capital?"}, chat(text(20, 500), "ok", system=text(30, 900))]
     evaluation.write_text("".join(json.dumps(row) + "\n" for row in judged))
     rows = [
-        f"before {text(13, 5).upper()}, after",
-        f"before {text(12, 5)} after",
-        "what is the capital",
-        "What is the capital? Paris.",
-        chat(text(20, 500), "well"),
-        chat("hello there", "hi", system=text(30, 900)),
-    ]
+        f"before {text(13, 5).upper()}, after", f"before {text(12, 5)} after", "what is the capital",
+        "What is the capital? Paris.", chat(text(20, 500), "well"), chat("hello there", "hi", system=text(30, 900)),
+    ]  # fmt: skip
     found = run(rows, decontaminate=str(evaluation))
     assert stays(found) == [1, 3, 5]
     why = reasons(found, "decontaminate")
@@ -274,7 +265,7 @@ def test_contamination(run: Run, tmp_path: Path) -> None:
     assert found.record["evaluation"][0]["file"] == str(evaluation)
 
 
-def test_contamination_by_a_file_with_a_bad_row(run: Run, tmp_path: Path) -> None:
+def test_contamination_by_a_file_with_a_bad_row(run, tmp_path):
     evaluation = tmp_path / "eval.jsonl"
     evaluation.write_text('{"text": "a"}\n{"text": ""}\n')
     with pytest.raises(DataError, match=r"eval\.jsonl:2"):
@@ -284,33 +275,24 @@ def test_contamination_by_a_file_with_a_bad_row(run: Run, tmp_path: Path) -> Non
 # --- settings that cannot be meant
 
 
-@pytest.mark.parametrize(
-    ("settings", "asked", "found"),
-    [
-        ({}, "`data.clean`", "no filter"),
-        ({"chars": (5, 4)}, "`data.clean.chars: [5.0, 4.0]`", "the minimum exceeds the maximum"),
-        ({"tokens": (None, None)}, "`data.clean.tokens: [None, None]`", "the minimum exceeds the maximum"),
-        ({"items": [{"field": "a"}]}, "`data.clean.items[0]`", "neither `bounds` nor `rarest`"),
-        ({"items": [{"bounds": [1, 2]}]}, "`data.clean.items[0]`", "the whole text as one item"),
-        (
-            {"items": [{"field": "a", "pattern": "(", "rarest": 2}]},
-            "`data.clean.items[0].pattern: (`",
-            "not a regular expression: missing ), unterminated subpattern at position 0",
-        ),
-        (
-            {"items": [{"field": "a", "bounds": [3, 1]}]},
-            "`data.clean.items[0].bounds: [3.0, 1.0]`",
-            "the minimum exceeds the maximum",
-        ),
-    ],
-)
-def test_settings(run: Run, settings: dict[str, Any], asked: str, found: str) -> None:
+@pytest.mark.parametrize(("settings", "asked", "found"), [
+    ({}, "`data.clean`", "no filter"),
+    ({"chars": (5, 4)}, "`data.clean.chars: [5.0, 4.0]`", "the minimum exceeds the maximum"),
+    ({"tokens": (None, None)}, "`data.clean.tokens: [None, None]`", "the minimum exceeds the maximum"),
+    ({"items": [{"field": "a"}]}, "`data.clean.items[0]`", "neither `bounds` nor `rarest`"),
+    ({"items": [{"bounds": [1, 2]}]}, "`data.clean.items[0]`", "the whole text as one item"),
+    ({"items": [{"field": "a", "pattern": "(", "rarest": 2}]}, "`data.clean.items[0].pattern: (`",
+        "not a regular expression: missing ), unterminated subpattern at position 0"),
+    ({"items": [{"field": "a", "bounds": [3, 1]}]}, "`data.clean.items[0].bounds: [3.0, 1.0]`",
+        "the minimum exceeds the maximum"),
+])  # fmt: skip
+def test_settings(run, settings, asked, found):
     with pytest.raises(ConfigError) as error:
         run(["x"], **settings)
     assert (error.value.asked, error.value.found) == (asked, found)
 
 
-def test_nothing_left(run: Run) -> None:
+def test_nothing_left(run):
     with pytest.raises(DataError) as error:
         run(["a", "b"], chars=(5, None))
     assert error.value.found == "0 of 2 rows remain; removed by chars 2"
@@ -319,7 +301,7 @@ def test_nothing_left(run: Run) -> None:
 # --- bad rows
 
 
-def test_bad_rows(run: Run) -> None:
+def test_bad_rows(run):
     rows = ["good", b"not json", "good too", {"other": 1}, "x"]
     with pytest.raises(DataError, match=r"rows\.jsonl:2"):
         run(rows, chars=(2, None))
@@ -338,12 +320,12 @@ def test_bad_rows(run: Run) -> None:
 # --- files
 
 
-def write(path: Path, rows: list[Any]) -> Path:
+def write(path, rows):
     path.write_bytes(b"".join(line(row) + b"\n" for row in rows))
     return path
 
 
-def test_several_files_and_formats(tmp_path: Path) -> None:
+def test_several_files_and_formats(tmp_path):
     """Rows are numbered by file, duplicates found across files, and what stays is written once."""
     first = write(tmp_path / "a.jsonl", ["one", "two"])
     second = tmp_path / "b.jsonl.gz"
@@ -365,7 +347,7 @@ def test_several_files_and_formats(tmp_path: Path) -> None:
     assert taken[0]["reason"] == f"the same text as {first}:2"
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet(tmp_path):
     """What is written is JSON, whatever numbers a column holds."""
     table = {"text": ["one", "two", "one"], "score": [1.5, float("nan"), 2.0], "of": [["a"], [], ["b"]]}
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
@@ -380,7 +362,7 @@ def test_parquet(tmp_path: Path) -> None:
     )
 
 
-def test_lines_of_text_that_are_blank_keep_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_text_that_are_blank_keep_their_number(tmp_path, monkeypatch):
     """Row k of a part stands at the part's first line + k, as whoever tokenises counts."""
     from optrush.data import cleaning as module
     from optrush.data.readers import attempts, chunks
@@ -398,7 +380,7 @@ def test_lines_of_text_that_are_blank_keep_their_number(tmp_path: Path, monkeypa
     assert seen == [(2, True), (4, False), (6, True), (7, False)]
 
 
-def test_a_file_that_changes(tmp_path: Path) -> None:
+def test_a_file_that_changes(tmp_path):
     path = write(tmp_path / "a.jsonl", ["one", "one", "two"])
     found = clean_files([path], Cleaning(exact_duplicates=True), tokens=None)
     write(path, ["one", "one", "two!"])
@@ -407,7 +389,7 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
         write_rows(found, tmp_path / "out")
 
 
-def test_the_same_bytes_whatever_the_number_of_workers(tmp_path: Path) -> None:
+def test_the_same_bytes_whatever_the_number_of_workers(tmp_path):
     rng = np.random.default_rng(0)
     files = []
     for name in "abc":
@@ -432,12 +414,12 @@ def test_the_same_bytes_whatever_the_number_of_workers(tmp_path: Path) -> None:
     assert all(f["taken"] for f in found.record["filters"]), "the case tells"
 
 
-def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_killed(tmp_path, monkeypatch):
     from optrush.data import cleaning, pool
 
     started = pool.forked
 
-    def killed(*arguments: Any) -> Any:
+    def killed(*arguments):
         workers = started(*arguments)
         for worker in workers:  # not one of them has read a row yet
             os.kill(worker.pid, signal.SIGKILL)
@@ -451,7 +433,7 @@ def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "0.jsonl" in str(lost.value)
 
 
-def test_batches_of_which_nothing_is_left(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_batches_of_which_nothing_is_left(run, monkeypatch, tmp_path):
     from optrush.data import cleaning
 
     monkeypatch.setattr(cleaning, "BATCH_rows", 1)
@@ -465,7 +447,7 @@ def test_batches_of_which_nothing_is_left(run: Run, monkeypatch: pytest.MonkeyPa
     assert [f["taken"] for f in found.record["filters"]] == [2, 0, 0, 0, 0, 1, 0, 0]
 
 
-def test_hostile_rows(run: Run) -> None:
+def test_hostile_rows(run):
     """Nothing of these is an error, and nothing is lost."""
     rows = [
         "<script>alert(1)</script>", "\u202e\u0000\x1b[31m", "a" * 3_000_000, "\U0001f35d " * 1000, "\n" * 5 + "x",
@@ -494,7 +476,7 @@ print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_rows_bytes(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_rows_bytes(tmp_path):
     """As many rows, each ten times as long."""
     peaks = []
     for words in (500, 5000):
@@ -507,7 +489,7 @@ def test_memory_does_not_grow_with_the_rows_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", [r"^(\w+ ?)+!$", r"(a|.)*!", r"((.+)+)+!", r"(.*)*(.*)*x!"])
-def test_a_pattern_of_items_that_takes_too_long(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_of_items_that_takes_too_long(pattern, monkeypatch):
     monkeypatch.setattr(cleaning, "MATCHING_s", 0.05)
     with pytest.raises(ConfigError, match=r"takes longer than 0\.05 s for one row") as caught:
         cleaning.items_of(Items(pattern=pattern, rarest=2), {}, "a word and one more " * 9)

@@ -1,7 +1,5 @@
 """What texts are compared by, against plain Python on small cases: words, runs, sets, bands, near duplicates."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,29 +12,24 @@ from optrush.data.similarity import Sets, banding, bands, candidates, exact, nea
 SENTENCES = st.lists(st.sampled_from(("a", "b", "c", "d", "e", "f")), max_size=12).map(" ".join)
 
 
-def plain_runs(text: str, n: int) -> list[tuple[str, ...]]:
+def plain_runs(text, n):
     words = list(texts.split_words(text))
     return [tuple(words[i : i + n]) for i in range(max(1, len(words) - n + 1))] if words else []
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("Don't stop, ÉCLAIR-lover!", ["don", "t", "stop", "éclair", "lover"]),
-        ("e\u0301clair STRASSE Straße", ["éclair", "strasse", "strasse"]),
-        ("炒蛋 abc炒", ["炒", "蛋", "abc", "炒"]),
-        ("\u0e02\u0e49\u0e32\u0e27", ["\u0e02", "\u0e49", "\u0e32", "\u0e27"]),
-        ("?! ...", []),
-    ],
-)
-def test_words(text: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("text", "words"), [
+    ("Don't stop, ÉCLAIR-lover!", ["don", "t", "stop", "éclair", "lover"]),
+    ("e\u0301clair STRASSE Straße", ["éclair", "strasse", "strasse"]), ("炒蛋 abc炒", ["炒", "蛋", "abc", "炒"]),
+    ("\u0e02\u0e49\u0e32\u0e27", ["\u0e02", "\u0e49", "\u0e32", "\u0e27"]), ("?! ...", []),
+])  # fmt: skip
+def test_words(text, words, monkeypatch):
     assert list(texts.split_words(text)) == words
     monkeypatch.setattr(texts, "LONG_chars", 0)
     assert list(texts.split_words(text)) == words, "a long text's words are the same"
 
 
 @given(st.lists(SENTENCES, max_size=6), st.integers(1, 5))
-def test_runs(given_texts: list[str], n: int) -> None:
+def test_runs(given_texts, n):
     """Equal hashes exactly where the words are equal, over all texts, and as many as there are."""
     hashes = [texts.word_runs(text, n).tolist() for text in given_texts]
     wanted = [plain_runs(text, n) for text in given_texts]
@@ -46,14 +39,14 @@ def test_runs(given_texts: list[str], n: int) -> None:
 
 
 @given(SENTENCES, SENTENCES)
-def test_shingles(one: str, other: str) -> None:
+def test_shingles(one, other):
     a, b = texts.shingles(one), texts.shingles(other)
     first, second = (set(plain_runs(text, texts.RUN_words)) for text in (one, other))
     assert (len(a), len(b), len(np.intersect1d(a, b))) == (len(first), len(second), len(first & second))
     assert (np.diff(a.astype(np.int64)) > 0).all() and a.dtype == np.uint32
 
 
-def test_hashes_do_not_change_between_processes_and_versions() -> None:
+def test_hashes_do_not_change_between_processes_and_versions():
     """Records are compared by what these give."""
     assert texts.word_runs("one two three four five six", 5).tolist() == [16097572282202166377, 4132983344923093485]
     assert texts.text_digest(" a\tcafe\u0301 ") == texts.text_digest("a caf\u00e9")
@@ -61,7 +54,7 @@ def test_hashes_do_not_change_between_processes_and_versions() -> None:
 
 
 @given(st.text(alphabet="ab\n ", max_size=30))
-def test_repeated_share(text: str) -> None:
+def test_repeated_share(text):
     seen: set[str] = set()
     repeated = every = 0
     for line in (line.strip() for line in text.split("\n")):
@@ -72,7 +65,7 @@ def test_repeated_share(text: str) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=30))
-def test_exact(rows: list[tuple[int, int, bool]]) -> None:
+def test_exact(rows):
     digests = np.array([row[:2] for row in rows], np.uint64).reshape(-1, 2)
     alive = np.array([row[2] for row in rows], bool)
     again, first = exact(digests, alive)
@@ -84,7 +77,7 @@ def test_exact(rows: list[tuple[int, int, bool]]) -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.5, 0.7, 0.8, 0.99])
-def test_banding(threshold: float) -> None:
+def test_banding(threshold):
     """A pair at the threshold is met, by the formula and in an experiment."""
     count, rows = banding(threshold)
     assert count >= texts.TOGETHER and count * rows <= texts.PERMUTATIONS
@@ -102,7 +95,7 @@ def test_banding(threshold: float) -> None:
     assert met.mean() >= 0.98
 
 
-def brute(sets: list[set[int]], threshold: float) -> dict[int, float]:
+def brute(sets, threshold):
     stays: list[int] = []
     gone: dict[int, float] = {}
     for i, one in enumerate(sets):
@@ -116,7 +109,7 @@ def brute(sets: list[set[int]], threshold: float) -> dict[int, float]:
 
 @settings(max_examples=6)
 @given(seed=st.integers(0, 10**6), threshold=st.sampled_from([0.5, 0.7, 0.85]), block=st.sampled_from([1, 40, 1 << 21]))
-def test_near_against_all_pairs(seed: int, threshold: float, block: int) -> None:
+def test_near_against_all_pairs(seed, threshold, block):
     """The rows that go are those that a comparison of all pairs takes, for pairs well apart from the threshold."""
     rng = np.random.default_rng(seed)
     sets: list[set[int]] = []
@@ -141,7 +134,7 @@ def test_near_against_all_pairs(seed: int, threshold: float, block: int) -> None
         assert share == len(sets[i] & sets[j]) / len(sets[i] | sets[j]) >= threshold
 
 
-def test_a_crowd_of_rows_that_share_a_band() -> None:
+def test_a_crowd_of_rows_that_share_a_band():
     """Of 400 rows that all agree in one band, those are found that agree in two, however late they come."""
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 2**32, (400, 20), dtype=np.uint32)
@@ -153,6 +146,6 @@ def test_a_crowd_of_rows_that_share_a_band() -> None:
     assert list(near(keys, alike, np.arange(400), 0.9)) == [(398, 300, 1.0), (399, 200, 1.0)]
 
 
-def test_the_similarity_of_a_part_and_its_whole() -> None:
+def test_the_similarity_of_a_part_and_its_whole():
     sets = Sets(np.array([1, 2, 3, 1, 2, 3, 9], np.uint32), np.array([3, 4]))
     assert sets.similarity(0, 1, 0.75) == sets.similarity(1, 0, 0.75) == 0.75

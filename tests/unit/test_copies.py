@@ -1,10 +1,6 @@
 """Copies of a run in a store: whole, in order, fetched back, and never over another run's."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -27,27 +23,27 @@ with: {{packing: {{}}, attention: {{}}, fused-adamw: {{}}}}
 
 
 @pytest.fixture(autouse=True)
-def store() -> Any:
+def store():
     """An empty store in memory."""
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     return fsspec.filesystem("memory")
 
 
-def config(output: Path, steps: int = 3, address: str = "memory://runs/a") -> Any:
+def config(output, steps=3, address="memory://runs/a"):
     return parse_config(RUN.format(steps=steps, output=output, address=address), "case")
 
 
-def names(store: Any) -> set[str]:
+def names(store):
     return {name.removeprefix("/runs/a/") for name in store.find("/runs/a")}
 
 
-def last(output: Path) -> dict[str, Any]:
+def last(output):
     lines = (output / "metrics.jsonl").read_text().splitlines()
     return [m for m in map(json.loads, lines) if "loss" in m][-1]
 
 
-def test_a_run_is_fetched_back_and_goes_on(tmp_path: Path, store: Any) -> None:
+def test_a_run_is_fetched_back_and_goes_on(tmp_path, store):
     """On another machine, whose folder is empty, it ends as the run that was never interrupted."""
     train(config(tmp_path / "whole", address="memory://runs/whole"))
     train(config(tmp_path / "first", steps=2))
@@ -59,7 +55,7 @@ def test_a_run_is_fetched_back_and_goes_on(tmp_path: Path, store: Any) -> None:
     assert held == {"step-000002", "step-000003"}, "what the run dropped is dropped there"
 
 
-def test_a_manifest_goes_last_and_half_a_checkpoint_is_none(tmp_path: Path, store: Any, monkeypatch: Any) -> None:
+def test_a_manifest_goes_last_and_half_a_checkpoint_is_none(tmp_path, store, monkeypatch):
     put, order = Store.put, list[str]()
     monkeypatch.setattr(Store, "put", lambda self, name: (order.append(name), put(self, name))[1])
     train(config(tmp_path / "a", steps=1))
@@ -69,8 +65,8 @@ def test_a_manifest_goes_last_and_half_a_checkpoint_is_none(tmp_path: Path, stor
     assert Store(config(tmp_path / "b")).steps() == {}
 
 
-def test_a_store_that_fails_at_the_end_is_an_error_of_a_whole_run(tmp_path: Path, monkeypatch: Any) -> None:
-    def put(self: Any, *_: Any, **__: Any) -> None:
+def test_a_store_that_fails_at_the_end_is_an_error_of_a_whole_run(tmp_path, monkeypatch):
+    def put(self, *_, **__):
         raise OSError("no room there")
 
     monkeypatch.setattr(Copier, "begin", lambda self: None)
@@ -81,20 +77,17 @@ def test_a_store_that_fails_at_the_end_is_an_error_of_a_whole_run(tmp_path: Path
     assert (tmp_path / "a" / "checkpoints" / "step-000001" / "manifest.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("address", "found"),
-    [
-        ("runs/a", "no address"), ("nowhere://a", "nowhere"), ("s3://bucket/a", "s3"),
-        ("memory://runs/a", "the address already has a run"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_copied_to_is_refused(tmp_path: Path, store: Any, address: str, found: str) -> None:
+@pytest.mark.parametrize(("address", "found"), [
+    ("runs/a", "no address"), ("nowhere://a", "nowhere"), ("s3://bucket/a", "s3"),
+    ("memory://runs/a", "the address already has a run"),
+])  # fmt: skip
+def test_what_cannot_be_copied_to_is_refused(tmp_path, store, address, found):
     store.pipe_file("/runs/a/run.yaml", b"model: tiny")
     with pytest.raises(UserError, match=found):
         check_copies(config(tmp_path / "a", address=address), None)
 
 
-def test_the_copies_of_another_run_are_left_alone(tmp_path: Path, store: Any) -> None:
+def test_the_copies_of_another_run_are_left_alone(tmp_path, store):
     train(config(tmp_path / "a", steps=1))
     train(config(tmp_path / "b", steps=1, address="memory://runs/b"))
     with pytest.raises(ConfigError, match="the address has another run"):
@@ -103,7 +96,7 @@ def test_the_copies_of_another_run_are_left_alone(tmp_path: Path, store: Any) ->
         train(config(tmp_path / "c", steps=1))
 
 
-def test_what_is_no_run_there_stays(tmp_path: Path, store: Any) -> None:
+def test_what_is_no_run_there_stays(tmp_path, store):
     """Beside a run's copies, as in a bucket's root: it is neither removed with them nor fetched."""
     store.pipe_file("/runs/a/thesis.pdf", b"years")
     train(config(tmp_path / "a", steps=2))

@@ -1,7 +1,5 @@
 """Both loss kernels against torch's cross_entropy in float64: values and every gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,12 +10,9 @@ from optrush.kernels.cross_entropy import chunk_loss, chunked_cross_entropy, cro
 torch.set_num_threads(1)
 N, D, V = 23, 8, 37
 CASES = {
-    "plain": {},
-    "bias": {"bias": True},
-    "softcap": {"softcap": 1.5},
-    "scale": {"scale": 0.3},
+    "plain": {}, "bias": {"bias": True}, "softcap": {"softcap": 1.5}, "scale": {"scale": 0.3},
     "all": {"bias": True, "softcap": 2.0, "scale": 1.7},
-}
+}  # fmt: skip
 
 
 def chunked(*args, **kwargs):

@@ -1,10 +1,6 @@
 """What `decide` refuses, keeps and says; that every verb asks it is in tests/cli/test_one_answer.py."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,23 +14,19 @@ from optrush.techniques import ALL
 H100 = hardware.NAMED["h100"]
 
 
-def run(**more: Any) -> Config:
+def run(**more):
     base = {"model": "tiny", "objective": "sft", "data": {"sample": "recipes"}, "output": "o"}
     return Config.model_validate({**base, **more})
 
 
-@pytest.mark.parametrize(
-    ("more", "ranks", "found"),
-    [
-        ({"method": "auto", "with": {"nosuch": {}}}, 1, "no such technique"),
-        ({"method": "auto", "with": {"lora": {"rnak": 3}}}, 1, "no such option"),
-        ({"batch": {"micro_tokens": 3000}}, 1, "not a multiple of `batch.seq: 2048`"),
-        ({"batch": {"micro_tokens": 32768}}, 2, "not divisible by 32768 slots"),
-        ({}, 0, "a run has one or more"),
-        ({"with": {"pipeline": {}}}, 4, "no technique shares the work"),
-    ],
-)
-def test_what_it_refuses(more: dict[str, Any], ranks: int, found: str) -> None:
+@pytest.mark.parametrize(("more", "ranks", "found"), [
+    ({"method": "auto", "with": {"nosuch": {}}}, 1, "no such technique"),
+    ({"method": "auto", "with": {"lora": {"rnak": 3}}}, 1, "no such option"),
+    ({"batch": {"micro_tokens": 3000}}, 1, "not a multiple of `batch.seq: 2048`"),
+    ({"batch": {"micro_tokens": 32768}}, 2, "not divisible by 32768 slots"), ({}, 0, "a run has one or more"),
+    ({"with": {"pipeline": {}}}, 4, "no technique shares the work"),
+])  # fmt: skip
+def test_what_it_refuses(more, ranks, found):
     """Named, whatever is open besides."""
     with pytest.raises((ConfigError, NeedsError)) as refused:
         decide(run(**more), ranks=ranks, device=H100)
@@ -42,7 +34,7 @@ def test_what_it_refuses(more: dict[str, Any], ranks: int, found: str) -> None:
 
 
 @pytest.mark.parametrize("with_", [None, {}])
-def test_a_family_without_sizes_asks_for_both(tmp_path: Path, with_: dict[str, Any] | None) -> None:
+def test_a_family_without_sizes_asks_for_both(tmp_path, with_):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nosuchx", "architectures": ["XForCausalLM"]}))
     given = {} if with_ is None else {"with": with_}
     with pytest.raises(NeedsError, match="left out") as refused:
@@ -50,25 +42,19 @@ def test_a_family_without_sizes_asks_for_both(tmp_path: Path, with_: dict[str, A
     assert refused.value.do == "give both"
 
 
-def test_the_first_method_that_goes_with_the_file() -> None:
+def test_the_first_method_that_goes_with_the_file():
     decided = decide(run(method="auto", **{"with": {"lora": {}}}), ranks=1, device=H100)
     assert decided.config.method == "lora"
     assert {r.question: r.answer for r in decided.reasons}["method"] == "lora, the first that fits of lora"
 
 
-@pytest.mark.parametrize(
-    ("began", "now", "kept"),
-    [
-        ({"method": "lora"}, {"method": "qlora"}, {"method": "qlora"}),
-        ({}, {"method": "lora"}, {"method": "lora"}),
-        ({"method": "auto", "with": {"lora": {"rank": 8}}}, {"method": "auto", "with": {"lora": {"rank": 16}}},
-         {"with": {"lora": {"rank": 16}}}),
-        ({"method": "lora"}, {"method": "lora"}, {"method": "lora"}),
-    ],
-)  # fmt: skip
-def test_a_resumed_run_keeps_what_it_decided_and_the_file_what_it_names(
-    tmp_path: Path, began: dict[str, Any], now: dict[str, Any], kept: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("began", "now", "kept"), [
+    ({"method": "lora"}, {"method": "qlora"}, {"method": "qlora"}), ({}, {"method": "lora"}, {"method": "lora"}),
+    ({"method": "auto", "with": {"lora": {"rank": 8}}}, {"method": "auto", "with": {"lora": {"rank": 16}}},
+        {"with": {"lora": {"rank": 16}}}),
+    ({"method": "lora"}, {"method": "lora"}, {"method": "lora"}),
+])  # fmt: skip
+def test_a_resumed_run_keeps_what_it_decided_and_the_file_what_it_names(tmp_path, began, now, kept):
     first = decide(run(output=str(tmp_path), **began), ranks=1, device=H100)
     (tmp_path / "run.yaml").write_text(dump_config(first.config))
     again = as_begun(run(output=str(tmp_path), **now), 1)
@@ -80,7 +66,7 @@ def test_a_resumed_run_keeps_what_it_decided_and_the_file_what_it_names(
     assert (again.with_ == first.config.with_) == same and (not same or not again.unplanned)
 
 
-def test_a_run_is_resumed_on_other_ranks(tmp_path: Path) -> None:
+def test_a_run_is_resumed_on_other_ranks(tmp_path):
     config = run(output=str(tmp_path))
     for began, now in ((2, 1), (1, 2)):
         first = decide(config, ranks=began, device=H100)
@@ -91,7 +77,7 @@ def test_a_run_is_resumed_on_other_ranks(tmp_path: Path) -> None:
     assert decide(as_begun(longer, 2), ranks=2, device=H100).env.seq == 3072, "its rows are others"
 
 
-def test_nothing_fits_and_what_would_is_named() -> None:
+def test_nothing_fits_and_what_would_is_named():
     with pytest.raises(UserError, match=r"float32 weights as configured\nfound: it needs at least") as refused:
         decide(
             run(model={"shape": "llama-3.1-8b"}, objective="pretrain", data={"random": 8}),

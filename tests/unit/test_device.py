@@ -1,7 +1,5 @@
 """How a process sets its device up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -55,7 +53,7 @@ def test_the_memory_that_a_container_may_have(tmp_path, groups, limits, found):
     assert hardware._memory(str(tmp_path)) == min([whole, *found])
 
 
-def test_cards_are_found_by_their_memory() -> None:
+def test_cards_are_found_by_their_memory():
     with pytest.raises(ConfigError) as error:
         hardware.parse_hardware("5090d 24gb")
     assert "`4090`" in error.value.do and "did you mean" in error.value.do
@@ -66,8 +64,6 @@ def test_cards_are_found_by_their_memory() -> None:
     }.items():
         assert hardware.parse_hardware(text)[0].name == name
     hosted, count = hardware.parse_hardware("2x4090@64GiB")
-    assert (hosted.host_memory_bytes, count, hosted.memory_bytes) == (
-        64 * 2**30,
-        2,
-        hardware.NAMED["4090"].memory_bytes,
-    )
+    assert (
+        hosted.host_memory_bytes, count, hosted.memory_bytes,
+    ) == (64 * 2**30, 2, hardware.NAMED["4090"].memory_bytes)  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,12 +46,12 @@ class Pairs:
         return tuple(Document(np.full(n, 2 * i + s, np.int32), np.arange(n) > 1) for s, n in enumerate(sizes))
 
 
-def known(n: int) -> np.ndarray:
+def known(n):
     """A reference that tells of its pair: -i and -i - 1/2."""
     return -np.arange(2 * n, dtype=np.float32).reshape(n, 2) / 2
 
 
-def check(batch: sampler.Batch) -> list[int]:
+def check(batch):
     """Every pair of a batch stands beside itself, where `pairs` and the reference say; its numbers in order."""
     there, seen = batch.extra["pairs"], []
     ids = batch.documents.ids
@@ -98,7 +97,7 @@ def test_an_evaluation_has_every_pair_once(packed):
     assert made[0].documents == 50
 
 
-def replaced(batch: sampler.Batch) -> sampler.Batch:
+def replaced(batch):
     """The batch as if its reference were known: rows of an evaluation bring none of their own."""
     assert set(batch.extra) == {"pairs", "desirable"} and batch.extra["desirable"].all()
     rows = [[(i, d) for i in c.samples for d in Pairs(25).documents(i)] for c in batch.rows]
@@ -121,7 +120,7 @@ def test_a_row_that_is_full_has_no_padding_to_count():
 # --- the score, on log-probabilities that are given
 
 
-def scored(settings: Dpo, logps: list[tuple[float, float]], refs: list[tuple[float, float]]) -> tuple[float, dict]:
+def scored(settings, logps, refs):
     """Of one row of pairs of three-token documents, whose two targets have half of `logps` each; and an empty row."""
     document = Document(np.arange(3, dtype=np.int32), np.arange(3) > 0)
     rows = [[(i, document) for i in range(len(logps)) for _ in (0, 1)], []]
@@ -144,7 +143,7 @@ def test_the_loss_by_hand():
     logps, refs = [(-4.0, -6.0), (-9.0, -3.0)], [(-5.0, -5.0), (-8.0, -4.0)]
     z = [0.5 * 2, 0.5 * -2]
 
-    def lost(x: float, e: float) -> float:
+    def lost(x, e):
         return -(1 - e) * math.log(1 / (1 + math.exp(-x))) - e * math.log(1 / (1 + math.exp(x)))
 
     for e in (0.0, 0.2):
@@ -161,7 +160,7 @@ def test_the_loss_by_hand():
 # --- the sample, and what is rehearsed
 
 
-def test_the_sample_has_pairs(tmp_path: Path):
+def test_the_sample_has_pairs(tmp_path):
     path = tmp_path / "pairs.jsonl"
     sample.write_sample(path, 30, 4, pairs=True)
     found = [row(RowLocation(path, n), json.loads(line)) for n, line in enumerate(path.read_text().splitlines(), 1)]

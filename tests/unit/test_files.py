@@ -92,14 +92,11 @@ def test_unknown_kinds_are_named_where_nothing_else_is(folder):
     assert ".parquet" in refused("data/3.bin").do
 
 
-@pytest.mark.parametrize(
-    ("names", "found"),
-    [
-        (("NOTES.md", "a.jsonl"), "files of rows (a.jsonl) and files of plain text (NOTES.md)"),
-        (("a.jsonl", "a.jsonl.gz"), "a.jsonl and a.jsonl.gz: the same rows twice?"),
-        (("a.csv.xz", "a.csv.zst"), "a.csv.xz and a.csv.zst: the same rows twice?"),
-    ],
-)
+@pytest.mark.parametrize(("names", "found"), [
+    (("NOTES.md", "a.jsonl"), "files of rows (a.jsonl) and files of plain text (NOTES.md)"),
+    (("a.jsonl", "a.jsonl.gz"), "a.jsonl and a.jsonl.gz: the same rows twice?"),
+    (("a.csv.xz", "a.csv.zst"), "a.csv.xz and a.csv.zst: the same rows twice?"),
+])  # fmt: skip
 def test_files_that_do_not_go_together(folder, names, found):
     make(folder, *(f"data/{name}" for name in names))
     assert refused("data").found == refused("data/*").found == found

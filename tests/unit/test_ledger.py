@@ -1,12 +1,10 @@
 """The ledger: order never matters, nothing matches silently, and the arithmetic is the one on paper."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -16,9 +14,7 @@ from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import baseline, cost, ledger
 from optrush.planner.ledger import (
     FLOAT32,
-    Ledger,
     Line,
-    Rule,
     add,
     apply_rules,
     cut,
@@ -29,7 +25,7 @@ from optrush.planner.ledger import (
     retype,
     tagged,
 )
-from optrush.technique import Environment, Part, Technique, instantiate
+from optrush.technique import Environment, Part, instantiate
 from optrush.techniques import ALL
 
 LLAMA = ModelShape.read(SHAPES["llama-3.2-1b"])
@@ -37,14 +33,14 @@ GIB = 2**30
 N, N_BLOCKS = LLAMA.parameters, LLAMA.parameters - LLAMA.vocab * LLAMA.width - LLAMA.width
 
 
-def members(with_: dict[str, dict[str, Any]]) -> list[Technique]:
+def members(with_):
     return instantiate(ALL, with_)
 
 
 def booked(
-    with_: dict[str, dict[str, Any]], *, rows: int = 1, T: int = 2048, ranks: int = 1, accumulation: int = 1,
-    order: list[int] | None = None, shape: ModelShape = LLAMA,
-) -> Ledger:  # fmt: skip
+    with_, *, rows = 1, T = 2048, ranks = 1, accumulation = 1,
+    order = None, shape = LLAMA,
+):  # fmt: skip
     """The settled ledger of a set of techniques, their rules in the order asked for."""
     env = Environment(NAMED["h200"], ranks, T, rows * accumulation * ranks, rows, 1.0, "float32", True, shape.layers)
     chosen = members(with_)
@@ -55,7 +51,7 @@ def booked(
     return apply_rules(entries, FLOAT32, rules, env.accumulation)
 
 
-def held(book: Ledger, kind: str) -> float:
+def held(book, kind):
     return sum(ledger.line_bytes(book, line) for line in book.lines if line.name.startswith(kind))
 
 
@@ -80,7 +76,7 @@ def test_nor_does_the_order_of_their_rules(seed):
     )
 
 
-def setup_of(with_: dict[str, dict[str, Any]]) -> Environment:
+def setup_of(with_):
     return technique.settle(members(with_), Environment(NAMED["h200"], 4, 2048, 4, 1, 1.0, "float32", True, 16))
 
 
@@ -104,7 +100,7 @@ def setup_of(with_: dict[str, dict[str, Any]]) -> Environment:
     ],
     ids=lambda rule: f"{rule.kind.name} {rule.match or ''}",
 )
-def test_a_rule_that_matches_nothing_raises(rule: Rule):
+def test_a_rule_that_matches_nothing_raises(rule):
     entries = baseline.entries(LLAMA, 2048, native=True, cuda=True)
     rules = [rule, retype({"byte": 3}, "three")]
     with pytest.raises(ValueError, match=r"nothing to change|no line of the baseline|different widths|two entries"):
@@ -124,7 +120,7 @@ def test_gradients_that_end_where_they_are_made():
         for m in places
     ]
 
-    def held_in(phase: str, *rules: Rule) -> list[float]:
+    def held_in(phase, *rules):
         book = apply_rules(lines, FLOAT32, rules)
         place = ledger.PHASES.index(phase)
         shares = [ledger._shares(line, book.accumulation)[place] for line in book.lines]

@@ -4,11 +4,7 @@ The tracker (tests/memory.py) sees what eager code allocates, and is held to the
 torch.compile allocates only the values that a block keeps are compared; the cells of benchmarks/cells.py have the rest.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshes import further
-from optrush.config import Config, parse_config
+from optrush.config import parse_config
 from optrush.data.batch import Documents
 from optrush.hardware import parse_hardware
 from optrush.kernels import attention
@@ -81,7 +77,7 @@ SCORES = [
 ]
 
 
-def run(box: Path, shape: str, implementation: str, withs: tuple[str, ...], rows: int, T: int, times: int) -> Config:
+def run(box, shape, implementation, withs, rows, T, times):
     text = f"""
 model: {{shape: {shape}, implementation: {implementation}}}
 objective: pretrain
@@ -95,37 +91,26 @@ with: {{}}
 
 
 EVERY = [*((c, 0.05) for c in (*CASES, *ORDERS)), *((c, 0.02) for c in (*BACKWARD, *SCORES))]
-WHOLE_ONLY = (
-    *BACKWARD[:3],
-    BACKWARD[-1],
-    *SCORES[1:3],
-)  # few blocks peak elsewhere; many chunks take long
+WHOLE_ONLY = (*BACKWARD[:3], BACKWARD[-1], *SCORES[1:3])  # few blocks peak elsewhere; many chunks take long
 QUICK = [(case, near) for case, near in EVERY if case not in WHOLE_ONLY]
 
 
-@pytest.mark.parametrize(
-    ("case", "near", "blocks"),
-    [
-        *further([(case, near, 3) for case, near in QUICK[::4] + QUICK[1::4] + QUICK[2::4] + QUICK[3::4]], 4),
-        *(pytest.param(case, near, None, marks=pytest.mark.slow) for case, near in EVERY),
-    ],
-    ids=str,
-)
-def test_peak(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    case: tuple[str, str, tuple[str, ...], int, int, int],
-    near: float,
-    blocks: int | None,
-) -> None:
+@pytest.mark.parametrize(("case", "near", "blocks"), [
+    *further([(case, near, 3) for case, near in QUICK[::4] + QUICK[1::4] + QUICK[2::4] + QUICK[3::4]], 3),
+    *(pytest.param(case, near, None, marks=pytest.mark.slow) for case, near in EVERY),
+], ids=str)  # fmt: skip
+def test_peak(tmp_path, monkeypatch, case, near, blocks):
     """Of the published number of blocks, or of a few of them, which takes a tenth of the time."""
-    scored = case in SCORES
+    shape, *rest = case
     if blocks is not None:
-        sizes = {**SHAPES, **_published()}[case[0]]
-        monkeypatch.setitem(SHAPES, case[0] + " here", sizes | {"num_hidden_layers": blocks})
-        case = (case[0] + " here", *case[1:])
-    monkeypatch.setattr(attention, "_groups", lambda q: q.dtype != torch.float32)  # as on an H200
-    asked = run(tmp_path, *case)
+        sizes = {**SHAPES, **_published()}[shape]
+        monkeypatch.setitem(SHAPES, shape := f"{shape} here", sizes | {"num_hidden_layers": blocks})
+    near_the_peak(monkeypatch, run(tmp_path, shape, *rest), near, scored=case in SCORES)
+
+
+def near_the_peak(monkeypatch, asked, near, scored=False):
+    # As on an H200: its kernels take groups of heads in 16 bits, and no head wider than 256.
+    monkeypatch.setattr(attention, "_groups", lambda q: q.dtype != torch.float32 and q.shape[-1] <= 256)
     said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES  # the one line that only a GPU has
     with supposed(asked) as job, sdpa_kernel(SDPBackend.MATH) if scored else nullcontext():
         found = track(job, 1, supposed=True, cuda=True)
@@ -140,88 +125,51 @@ NORMED = {  # Qwen3-0.6B, of four blocks and few words
 PRECISIONS = [("bf16",), ("amp",), (), ("amp:stream=half",), ("bf16", "selective-recompute"), ("bf16", "recompute")]
 
 
-@pytest.mark.parametrize(
-    ("implementation", "withs"),
-    further([*(("native", w) for w in PRECISIONS), ("transformers", ("bf16",)), ("transformers", ("amp",))], 2),
-    ids=str,
-)
-def test_peak_with_norms_of_heads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, implementation: str, withs: tuple[str, ...]
-) -> None:
-    """Queries and keys are kept before their norms as well as after the rotation."""
-    monkeypatch.setattr(attention, "_groups", lambda q: q.dtype != torch.float32)  # as on an H200
-    monkeypatch.setitem(SHAPES, "normed", NORMED)
-    asked = run(tmp_path, "normed", implementation, (*withs, *SDPA, SMALL_HEAD), 4, 2048, 1)
-    said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES
-    with supposed(asked) as job:
-        found = track(job, 1, supposed=True, cuda=True)
-    assert said == pytest.approx(found.peak, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("kind", "withs"),
-    further(
-        [(kind, w) for w in (("bf16",), ("amp",), (), ("bf16", "recompute")) for kind in ("cohere", "starcoder2")], 2
-    ),
-    ids=str,
-)
-def test_peak_with_layer_norms(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, withs: tuple[str, ...]
-) -> None:
-    """A layer norm keeps its input; a norm for both parts gives each of them what enters its product."""
-    monkeypatch.setattr(attention, "_groups", lambda q: q.dtype != torch.float32)  # as on an H200
-    monkeypatch.setitem(SHAPES, "normed", NORMED | {"model_type": kind})
-    asked = run(tmp_path, "normed", "native", (*withs, *SDPA, SMALL_HEAD), 4, 2048, 1)
-    said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES
-    with supposed(asked) as job:
-        found = track(job, 1, supposed=True, cuda=True)
-    assert said == pytest.approx(found.peak, rel=0.03)
-
-
 WIDE = {  # Gemma 4 E2B and 31B, of six blocks and few words; 31B narrower
     "model_type": "gemma4_text", "num_hidden_layers": 6, "head_dim": 256, "global_head_dim": 512, "vocab_size": 2048,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_window": 512,
     "max_position_embeddings": 131072, "tie_word_embeddings": True, "final_logit_softcapping": 30.0,
 }  # fmt: skip
 BY_LAYER = {
-    "inputs": WIDE | {
-        "hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 1,
-        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 2048, "num_kv_shared_layers": 3,
-        "use_double_wide_mlp": True,
-    },
-    "keys": WIDE | {
-        "hidden_size": 2688, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
-    },
-    "experts": WIDE | {
-        "hidden_size": 1408, "intermediate_size": 2112, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
-        "enable_moe_block": True, "num_experts": 32, "top_k_experts": 8, "moe_intermediate_size": 704,
-    },
+    "inputs": WIDE | {"hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 8,
+        "num_key_value_heads": 1, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 2048,
+        "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    "keys": WIDE | {"hidden_size": 2688, "intermediate_size": 8192, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2},
+    "experts": WIDE | {"hidden_size": 1408, "intermediate_size": 2112, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 32, "top_k_experts": 8,
+        "moe_intermediate_size": 704},
 }  # fmt: skip
 
-KEPT = (("bf16", "lora"), ("amp",), (), ("bf16", "recompute"), ("amp", "recompute"))
+KEPT = (("bf16", "lora", "recompute"), ("bf16",), ("bf16", "lora"), ("amp",), (), ("bf16", "recompute"))
+KINDS = {"heads": NORMED, **{kind: NORMED | {"model_type": kind} for kind in ("cohere", "starcoder2")}, **BY_LAYER}
+# Queries and keys are kept before their norms and after the rotation; a layer norm keeps its input, and a norm for both
+# parts gives each what enters its product; heads of two widths, keys and values of other layers, inputs of each layer.
+NORMS = [
+    [("heads", "native", w, 4, 2048, 0.02) for w in PRECISIONS],
+    [("heads", "transformers", (w,), 4, 2048, 0.02) for w in ("bf16", "amp")],
+    *([(kind, "native", w, 4, 2048, 0.03) for w in (("bf16",), ("amp",), (), KEPT[-1])] for kind in list(KINDS)[1:3]),
+    *([(kind, "native", w, 2, 1024, 0.05) for w in (*KEPT, ("amp", "recompute"))] for kind in BY_LAYER),
+]
+FIRST = [NORMS[n][0] for n in (0, 2, 4)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "withs"),
-    further([(kind, w) for w in (("bf16", "lora", "recompute"), ("bf16",), *KEPT) for kind in BY_LAYER], 2),
+    ("kind", "implementation", "withs", "rows", "T", "near"),
+    further(FIRST + [case for cases in NORMS for case in cases if case not in FIRST], len(FIRST)),
     ids=str,
 )
-def test_peak_with_layers_that_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, withs: tuple[str, ...]
-) -> None:
-    """Heads of two widths, keys and values of other layers, inputs of each layer, and kernels that repeat heads."""
-    monkeypatch.setattr(attention, "_groups", lambda q: q.dtype != torch.float32 and q.shape[-1] <= 256)
-    monkeypatch.setitem(SHAPES, "normed", BY_LAYER[kind])
-    asked = run(tmp_path, "normed", "native", (*withs, *SDPA, SMALL_HEAD), 2, 1024, 1)
-    said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES
-    with supposed(asked) as job:
-        found = track(job, 1, supposed=True, cuda=True)
-    assert said == pytest.approx(found.peak, rel=0.05)
+def test_peak_with_other_norms_and_layers(
+    tmp_path, monkeypatch, kind, implementation, withs, rows,
+    T, near,
+):  # fmt: skip
+    monkeypatch.setitem(SHAPES, "normed", KINDS[kind])
+    near_the_peak(monkeypatch, run(tmp_path, "normed", implementation, (*withs, *SDPA, SMALL_HEAD), rows, T, 1), near)
 
 
-def test_tensor_parallelism_divides_norms_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallelism_divides_norms_of_heads(tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "normed", NORMED)
     config = run(tmp_path, "normed", "native", ("bf16", "attention", "compile", "tensor:size=2"), 1, 64, 1)
     (book,), *_ = search.books_of(config, parse_hardware("2xh100")[0], 2)
@@ -251,19 +199,14 @@ GROUPED = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 64}
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of Functions
 @pytest.mark.parametrize(
     ("changes", "adapters"),
-    further([
-        ({**GROUPED, "num_key_value_heads": 12}, ()), ({}, ("lora",)), ({"model_type": "llama"}, ()),
-        ({}, ()), (GROUPED, ()),
-        ({"model_type": "qwen2"}, ()), ({}, ("lora:targets=mlp",)),
+    further([({**GROUPED, "num_key_value_heads": 12}, ()), ({}, ("lora",)), ({"model_type": "llama"}, ()), ({}, ()),
+        (GROUPED, ()), ({"model_type": "qwen2"}, ()), ({}, ("lora:targets=mlp",)),
         ({**GROUPED, "num_key_value_heads": 12}, ("lora",)), ({"model_type": "llama"}, ("lora",)),
-        ({"model_type": "olmo2", "tie_word_embeddings": False}, ("lora",)),
-    ], 3),
-    ids=["own heads", "lora", "llama", "qwen3", "grouped", "qwen2",
-         "lora of mlp", "lora, own heads", "lora, llama", "lora, olmo2"],
+        ({"model_type": "olmo2", "tie_word_embeddings": False}, ("lora",))], 2),
+    ids=["own heads", "lora", "llama", "qwen3", "grouped", "qwen2", "lora of mlp", "lora, own heads", "lora, llama",
+        "lora, olmo2"],
 )  # fmt: skip
-def test_what_a_compiled_block_keeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], adapters: tuple[str, ...]
-) -> None:
+def test_what_a_compiled_block_keeps(tmp_path, monkeypatch, changes, adapters):
     """The bytes a token that torch's partitioner keeps for a block's backward pass, by a kernel for attention."""
     monkeypatch.setitem(SHAPES, "normed", NORMED | {"num_hidden_layers": 1, **changes})
     torch._dynamo.reset()
@@ -279,8 +222,8 @@ def test_what_a_compiled_block_keeps(
     parameters = {t.untyped_storage().data_ptr() for t in (*block.parameters(), angle)}
     kept: list[float] = []
 
-    def forward(graph: Any, inputs: Any) -> Any:
-        def call(given: Any) -> Any:
+    def forward(graph, inputs):
+        def call(given):
             outputs = graph(*given)  # the first is what it returns; a view keeps all of its storage
             tokens = [t for t in outputs[1:] if isinstance(t, Tensor) and 64 in t.shape[:2]]
             held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tokens}
@@ -292,10 +235,8 @@ def test_what_a_compiled_block_keeps(
 
     documents = Documents(torch.tensor([0, 64], dtype=torch.int32), torch.zeros(1, 64, dtype=torch.int32), 64, True)
     backend = aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=lambda graph, _: graph,
-        partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=forward, bw_compiler=lambda graph, _: graph, partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
-    )
+    )  # fmt: skip
     torch.compile(block, backend=backend, fullgraph=True, dynamic=False)(x.requires_grad_(), angle, angle, documents)
     assert kept and said == pytest.approx(kept[0], rel=0.005)

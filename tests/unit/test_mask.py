@@ -19,14 +19,11 @@ def bytelevel(tiny_folder):
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
-@pytest.mark.parametrize(
-    ("source", "lost"),
-    [
-        (CHATML.replace("in messages", "in messages[:2]"), r"messages\[2\] \(user\)"),
-        (CHATML.replace("in messages", "in messages[2:]"), r"messages\[0\] \(user\)"),
-        (CHATML.replace("message['content']", "(message['content'] if message['role'] != 'user' else '')"), "mess"),
-    ],
-)
+@pytest.mark.parametrize(("source", "lost"), [
+    (CHATML.replace("in messages", "in messages[:2]"), r"messages\[2\] \(user\)"),
+    (CHATML.replace("in messages", "in messages[2:]"), r"messages\[0\] \(user\)"),
+    (CHATML.replace("message['content']", "(message['content'] if message['role'] != 'user' else '')"), "mess"),
+])  # fmt: skip
 def test_a_turn_that_a_template_leaves_out_is_an_error(bytelevel, source, lost, train_on):
     tokens = Tokens(bytelevel, source)
     if "[:2]" in source:  # what it does to other conversations says nothing
@@ -128,14 +125,11 @@ def test_calls_nested_without_end_are_an_error(bytelevel):
         assert "chat.jsonl:3" in caught.value.asked
 
 
-@pytest.mark.parametrize(
-    ("change", "wanted"),
-    [
-        ("| trim", [["1 2", "3"], ["1 2", "3"], ["a", "salt"]]),
-        ("| replace('2', '2')", [["1 2", "3"], [" 1 2", "3"], ["a", "salt"]]),
-        ("| replace('salt', 'pepper')", [["1 2", "3"], [" 1 2", "3"], "changes the assistant's text"]),
-    ],
-)
+@pytest.mark.parametrize(("change", "wanted"), [
+    ("| trim", [["1 2", "3"], ["1 2", "3"], ["a", "salt"]]),
+    ("| replace('2', '2')", [["1 2", "3"], [" 1 2", "3"], ["a", "salt"]]),
+    ("| replace('salt', 'pepper')", [["1 2", "3"], [" 1 2", "3"], "changes the assistant's text"]),
+])  # fmt: skip
 def test_what_a_template_does_to_one_text_only_is_seen_in_that_text(bytelevel, change, wanted):
     tokens = Tokens(bytelevel, CHATML.replace("message['content']", f"(message['content'] {change})"))
     chats = [talk(["1 2", "3"]), talk([" 1 2", "3"]), talk(["a", "salt"])]
@@ -221,11 +215,9 @@ def lacking(unknown=None, kind="bpe"):
 
 @pytest.mark.parametrize(
     ("tokens", "lost"),
-    [
-        (lacking(), ",7é"), (lacking("<unk>"), ",7é"), (lacking("<unk>", "unigram"), ",7é"),
+    [(lacking(), ",7é"), (lacking("<unk>"), ",7é"), (lacking("<unk>", "unigram"), ",7é"),
         (lacking(kind="bytes"), "7é"), (lacking("<unk>", "bytes"), "7é"), (lacking("?!", "bytes fused"), "7é"),
-        (lacking("?", "bytes"), "7é"), (lacking("<|im_end|>", "bytes"), "7é"),
-    ],
+        (lacking("?", "bytes"), "7é"), (lacking("<|im_end|>", "bytes"), "7é")],
     ids=["vanish", "unknown", "unigram", "bytes", "bytes unknown", "bytes fused", "bytes one", "bytes end"],
 )  # fmt: skip
 def test_an_answer_that_loses_characters_is_a_bad_row(tokens, lost):

@@ -1,7 +1,5 @@
 """The page of what goes together is what its script writes, and its proofs are those of the tables of cases."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path
@@ -12,7 +10,7 @@ from techniques import test_context, test_experts, test_mesh, test_tensor
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/matrix.py"))
 
 
-def test_the_page_is_what_the_script_writes() -> None:
+def test_the_page_is_what_the_script_writes():
     found = SCRIPT["page"]()
     assert SCRIPT["PAGE"].read_text("utf-8") == found, "run benchmarks/matrix.py"
     rows = re.findall(r"^\| `([a-z0-9-]+)` \|(.*)$", found, re.MULTILINE)
@@ -20,7 +18,7 @@ def test_the_page_is_what_the_script_writes() -> None:
     assert all(re.match(r" *(proven|yes|\d+)", cell) for _, cells in rows for cell in cells.split("|")[:-1])
 
 
-def test_what_is_proven_is_in_a_table() -> None:
+def test_what_is_proven_is_in_a_table():
     """Every technique of a case is proven on the case's mesh, and a mesh without a case proves nothing."""
     proven = SCRIPT["proven"]()
     tables = ((test_tensor.TWO, "tensor"), (test_context.PAIRS, "context"), (test_experts.TWO, "experts"))
@@ -31,7 +29,7 @@ def test_what_is_proven_is_in_a_table() -> None:
     assert not {("muon", mesh) for mesh in SCRIPT["MESHES"]} & proven
 
 
-def test_a_refusal_is_the_products() -> None:
+def test_a_refusal_is_the_products():
     together = SCRIPT["together"]
     assert together(["nf4"], {}) == ("", ("lora",))
     said, needed = together(["nf4"], {"tensor": {}})

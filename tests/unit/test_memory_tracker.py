@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from trials import assembled
 KIB = 2**10
 
 
-def run(box: Path, implementation: str = "native", withs: tuple[str, ...] = (), accumulation: int = 1) -> config.Config:
+def run(box, implementation="native", withs=(), accumulation=1):
     """A model of 1.3 million parameters on 2 x 64 random tokens."""
     text = f"""
 model: {{shape: small, implementation: {implementation}}}
@@ -36,22 +35,15 @@ output: {box / "output"}
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     sizes = {
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_hidden_layers": 3,
-        "vocab_size": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+        "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "num_hidden_layers": 3, "vocab_size": 4096, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
     monkeypatch.setitem(SHAPES, "small", SHAPES["llama-3.2-1b"] | sizes)
 
 
-def inside() -> dict[str, int]:
+def inside():
     """Forward, backward and update of a product and an autograd function of our own; the peak of each part."""
 
     class Squared(torch.autograd.Function):
@@ -88,7 +80,7 @@ def inside() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
-def test_every_part_of_a_step_is_seen(mode: Any) -> None:
+def test_every_part_of_a_step_is_seen(mode):
     with mode():
         found = inside()
     # forward: weight, x, the product, its square. backward: the first three, twice the product, its gradient.
@@ -96,24 +88,13 @@ def test_every_part_of_a_step_is_seen(mode: Any) -> None:
     assert (found["forward"], found["backward"], found["update"]) == (4, 5, 4)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "withs"),
-    further(
-        [
-            ("native", ("amp", "attention", "fused-adamw")),
-            ("transformers", ("bf16", "attention", "recompute")),
-            ("native", ("amp", "fused-loss:chunk=48")),
-            ("native", ()),
-            ("native", ("bf16", "attention", "recompute")),
-            ("transformers", ()),
-            ("transformers", ("amp", "attention", "fused-adamw")),
-            ("transformers", ("amp", "fused-loss:chunk=48")),
-        ],
-        1,
-    ),
-    ids=str,
-)
-def test_the_tracker_agrees_with_the_allocator(tmp_path: Path, implementation: str, withs: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("implementation", "withs"), further([
+    ("native", ("amp", "attention", "fused-adamw")), ("transformers", ("bf16", "attention", "recompute")),
+    ("native", ("amp", "fused-loss:chunk=48")), ("native", ()), ("native", ("bf16", "attention", "recompute")),
+    ("transformers", ()), ("transformers", ("amp", "attention", "fused-adamw")),
+    ("transformers", ("amp", "fused-loss:chunk=48")),
+], 1), ids=str)  # fmt: skip
+def test_the_tracker_agrees_with_the_allocator(tmp_path, implementation, withs):
     job = assembled(run(tmp_path, implementation, withs, accumulation=2))
     truth = allocated(job)
     found = track(job)
@@ -123,18 +104,11 @@ def test_the_tracker_agrees_with_the_allocator(tmp_path: Path, implementation: s
         assert found.peaks[phase] == pytest.approx(truth[phase], rel=0.005), (phase, str(found))
 
 
-@pytest.mark.parametrize(
-    ("implementation", "withs"),
-    further(
-        [
-            ("native", ("bf16", "attention", "fused-adamw", "recompute")), ("transformers", ()), ("native", ()),
-            ("transformers", ("bf16", "attention", "fused-adamw", "recompute")),
-        ],
-        1,
-    ),
-    ids=str,
-)  # fmt: skip
-def test_without_bytes_it_counts_the_same(tmp_path: Path, implementation: str, withs: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("implementation", "withs"), further([
+    ("native", ("bf16", "attention", "fused-adamw", "recompute")), ("transformers", ()), ("native", ()),
+    ("transformers", ("bf16", "attention", "fused-adamw", "recompute")),
+], 1), ids=str)  # fmt: skip
+def test_without_bytes_it_counts_the_same(tmp_path, implementation, withs):
     real = track(assembled(run(tmp_path, implementation, withs)))
     with supposed(run(tmp_path, implementation, withs), kernels=False) as job:
         without = track(job, supposed=True)
@@ -142,7 +116,7 @@ def test_without_bytes_it_counts_the_same(tmp_path: Path, implementation: str, w
         assert without.peaks[phase] == pytest.approx(real.peaks[phase], abs=KIB)
 
 
-def test_a_published_shape_is_tracked_without_its_bytes(tmp_path: Path) -> None:
+def test_a_published_shape_is_tracked_without_its_bytes(tmp_path):
     """One H200 held 23.09 GiB in this run (two cuBLAS workspaces of 32 MiB among them)."""
     text = f"""
 model: {{shape: llama-3.2-1b, implementation: transformers}}

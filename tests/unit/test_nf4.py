@@ -1,7 +1,5 @@
 """4-bit and 8-bit weights: the bytes of bitsandbytes, its values back, arithmetic on paper, and the Triton kernels."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import numpy as np

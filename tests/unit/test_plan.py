@@ -1,7 +1,5 @@
 """Predictions against committed measurements and against each other; searches and refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import statistics
@@ -23,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 LLAMA = (ROOT / "benchmarks" / "llama1b.yaml").read_text()
 
 
-def llama(*sets: str, **with_: dict) -> search.Config:
+def llama(*sets, **with_):
     config = parse_config(LLAMA, "llama1b.yaml", sets)
     return config.model_copy(update={"with_": {k.replace("_", "-"): v for k, v in with_.items()}}) if with_ else config
 
@@ -108,33 +106,27 @@ def test_every_named_device_is_known():
     assert half.memory_bytes == whole.memory_bytes // 2 and half.float32_flop_s == whole.float32_flop_s / 2
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("rtx 4090", "4090"), ("RTX-4090", "4090"), (" 2 x 4090 ", "2x4090"), ("4090 24GB", "4090"),
-        ("24GB", "24gib"), ("2x24 GiB", "2x24gib"), ("A100 80GB", "a100-80"), ("NVIDIA A100-SXM4-40GB", "a100-40"),
-        ("4xh100-sxm", "4xh100"), ("NVIDIA H100 80GB", "h100"), ("Tesla T4", "t4"), ("NVIDIA GeForce RTX 3090", "3090"),
-        ("RTX Pro 6000", "rtxpro6000"), ("4060 Ti 16GB", "4060ti-16"), ("RTX A6000", "a6000"),
-        ("T4 16GB", "t4"), ("L4 24GB", "l4"), ("NVIDIA H100 80GB HBM3", "h100"), ("2xH200: pcie", "2xh200:pcie"),
-        ("2 X 8 x H100 : InfiniBand", "2x8xh100:infiniband"), ("H100x8", "8xh100"), ("8 * h100", "8xh100"),
-        ("4090 x 2", "2x4090"), ("RTX 6000 Ada Generation", "6000ada"), ("NVIDIA A40", "a40"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "name"), [
+    ("rtx 4090", "4090"), ("RTX-4090", "4090"), (" 2 x 4090 ", "2x4090"), ("4090 24GB", "4090"), ("24GB", "24gib"),
+    ("2x24 GiB", "2x24gib"), ("A100 80GB", "a100-80"), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("4xh100-sxm", "4xh100"),
+    ("NVIDIA H100 80GB", "h100"), ("Tesla T4", "t4"), ("NVIDIA GeForce RTX 3090", "3090"),
+    ("RTX Pro 6000", "rtxpro6000"), ("4060 Ti 16GB", "4060ti-16"), ("RTX A6000", "a6000"), ("T4 16GB", "t4"),
+    ("L4 24GB", "l4"), ("NVIDIA H100 80GB HBM3", "h100"), ("2xH200: pcie", "2xh200:pcie"),
+    ("2 X 8 x H100 : InfiniBand", "2x8xh100:infiniband"), ("H100x8", "8xh100"), ("8 * h100", "8xh100"),
+    ("4090 x 2", "2x4090"), ("RTX 6000 Ada Generation", "6000ada"), ("NVIDIA A40", "a40"),
+])  # fmt: skip
 def test_cards_as_people_write_them(text, name):
     assert hardware.parse_hardware(text) == hardware.parse_hardware(name)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("0xh100", "0 devices"), ("0 x 4090", "0 devices"), ("h10", "did you mean `h100`"), ("A100", "several cards"),
-        ("4090 48GB", "no such name"), ("1.5xh100", "did you mean `h100`"), ("-1xh100", "did you mean `h100`"),
-        ("24", "write 24GiB"), ("a100x8", "several cards"), ("x8", "no such name"), ("8**h100", "no such name"),
-        ("0GB", "without memory"), ("rtx 6000", "a6000 or 6000ada or rtxpro6000"), ("RTX5000", "a5000 or 5000ada"),
-        ("1080ti", "for an unlisted card write its memory: 24GiB"),
-        ("4090 0GB", "no such name"), ("-4090", "no such name"), ("4090é", "no such name"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "said"), [
+    ("0xh100", "0 devices"), ("0 x 4090", "0 devices"), ("h10", "did you mean `h100`"), ("A100", "several cards"),
+    ("4090 48GB", "no such name"), ("1.5xh100", "did you mean `h100`"), ("-1xh100", "did you mean `h100`"),
+    ("24", "write 24GiB"), ("a100x8", "several cards"), ("x8", "no such name"), ("8**h100", "no such name"),
+    ("0GB", "without memory"), ("rtx 6000", "a6000 or 6000ada or rtxpro6000"), ("RTX5000", "a5000 or 5000ada"),
+    ("1080ti", "for an unlisted card write its memory: 24GiB"), ("4090 0GB", "no such name"), ("-4090", "no such name"),
+    ("4090é", "no such name"),
+])  # fmt: skip
 def test_hardware_that_is_no_such(text, said):
     with pytest.raises(ConfigError, match="the hardware") as refused:
         hardware.parse_hardware(text)
@@ -273,14 +265,10 @@ def test_work_by_item():
     assert {e.name for e in two.work if e.where == "link"} == {"gather.blocks", "gather.ends", "reduce"}
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "kept"),
-    [
-        ("bf16", {"rounding": "kahan"}, ["rounding"]),
-        ("fused-kernels", {"norm": True, "rope": True}, ["norm", "rope"]),
-        ("fused-loss", {"impl": "liger", "chunk": 1024}, ["chunk"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "given", "kept"), [
+    ("bf16", {"rounding": "kahan"}, ["rounding"]), ("fused-kernels", {"norm": True, "rope": True}, ["norm", "rope"]),
+    ("fused-loss", {"impl": "liger", "chunk": 1024}, ["chunk"]),
+])  # fmt: skip
 def test_a_configured_option_that_no_variant_sets_stays(name, given, kept):
     """The technique itself may be left out, as any other that the search chooses."""
     found = search.search(llama(**{name.replace("-", "_"): given}), "h200", best=100)
@@ -305,15 +293,10 @@ def test_a_technique_that_wants_the_whole_step_stays_in_the_search():
     assert not any("micro-batches per step" in why for _, why in found.lost)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "hardware", "possible"),
-    [
-        ("quantised-activations", {}, "h100", True),
-        ("deepspeed", {}, "2xh100", True),
-        ("longlora", {"group": 3000}, "h100", False),
-        ("fp8", {}, "a100-80", False),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "hardware", "possible"), [
+    ("quantised-activations", {}, "h100", True), ("deepspeed", {}, "2xh100", True),
+    ("longlora", {"group": 3000}, "h100", False), ("fp8", {}, "a100-80", False),
+])  # fmt: skip
 def test_what_no_search_chooses_stays_where_it_can(name, options, hardware, possible):
     """Sets without it are searched as any others are: for what it costs, or as the answer where it is not possible."""
     run = llama(bf16={}, attention={})

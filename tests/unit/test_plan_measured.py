@@ -5,8 +5,6 @@ Memory within 5 %, speed within 12 %.
 The records keep what the plan said before the measurement; its rules were mended by these afterwards.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

@@ -118,11 +118,11 @@ def test_an_interrupt_ends_all():
     assert not any(map(alive, workers))
 
 
-def test_no_process_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_more(monkeypatch):
     """Where another worker cannot begin, those before end, and this process is as it was."""
     real, begun = os.fork, []
 
-    def fork() -> int:
+    def fork():
         if begun:
             raise BlockingIOError(11, "Resource temporarily unavailable")
         pid = real()

@@ -78,16 +78,12 @@ def test_a_long_sample_is_shortened(tokenizer):
 BARE = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("row", "template", "who"),
-    [
-        (Text("<|bos|>Two eggs."), None, "tokenizer"),
-        (Completion("<|bos|>Two ", "eggs."), None, "tokenizer"),
-        (talk("Two."), "{{ bos_token }}" + tiny.TEMPLATE, "chat template"),
-        (talk("Two."), "{{ bos_token }}" + BARE, "chat template"),
-        (Pair(talk("Two."), talk("Three.")), "{{ bos_token }}" + tiny.TEMPLATE, "chat template"),
-    ],
-)
+@pytest.mark.parametrize(("row", "template", "who"), [
+    (Text("<|bos|>Two eggs."), None, "tokenizer"), (Completion("<|bos|>Two ", "eggs."), None, "tokenizer"),
+    (talk("Two."), "{{ bos_token }}" + tiny.TEMPLATE, "chat template"),
+    (talk("Two."), "{{ bos_token }}" + BARE, "chat template"),
+    (Pair(talk("Two."), talk("Three.")), "{{ bos_token }}" + tiny.TEMPLATE, "chat template"),
+])  # fmt: skip
 def test_two_bos(tokenizer, row, template, who):
     with pytest.raises(DataError, match=r"two of them; at d.jsonl:2: '<\|bos\|><\|bos\|>") as caught:
         masked(Tokens(tokenizer, template), [Completion("Two ", "eggs."), row])
@@ -135,13 +131,10 @@ def endless(documents):
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
-@pytest.mark.parametrize(
-    ("row", "stop"),
-    [
-        (Chat((Message("assistant", "eggs and salt " * 9),)), "<|im_end|>"),
-        (Completion("Two ", "eggs and salt " * 9), "<|eos|>"),
-    ],
-)
+@pytest.mark.parametrize(("row", "stop"), [
+    (Chat((Message("assistant", "eggs and salt " * 9),)), "<|im_end|>"),
+    (Completion("Two ", "eggs and salt " * 9), "<|eos|>"),
+])  # fmt: skip
 def test_an_end_of_turn_that_is_never_learnt(tokenizer, train_on, row, stop):
     tokens = Tokens(tokenizer)
     with pytest.raises(DataError) as caught:

@@ -1,7 +1,5 @@
 """What a run shows while it trains and at its end: lines with the time left, cadences, the closing lines."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -32,7 +30,7 @@ LINE = {
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_time_left_is_shown_from_the_second_line_on(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+def test_the_time_left_is_shown_from_the_second_line_on(monkeypatch, terminal):
     """A line a minute, as a large model logs: the bar shows the time left, and the lines before stay."""
     out, now = io.StringIO(), [0.0]
     screen = Console(file=out, force_terminal=terminal, width=200, soft_wrap=True, highlight=False)
@@ -53,18 +51,18 @@ def test_the_time_left_is_shown_from_the_second_line_on(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (200, "3 min 20 s"), (18720, "5 h 12 min")]
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_durations(seconds, text):
     assert console.duration(seconds) == text
 
 
-def test_cadences_follow_the_length_of_a_run() -> None:
+def test_cadences_follow_the_length_of_a_run():
     free, given = Training(), Training(log_every=7, eval_every=0.5)
     assert [free.steps_a_line(n) for n in (1, 40, 200, 10**6)] == [1, 2, 10, 10]
     assert [free.eval_cadence(n) for n in (1, 99, 100)] == [None, None, 0.2]
     assert given.steps_a_line(10**6) == 7 and given.eval_cadence(10**6) == 0.5
 
 
-def test_the_closing_lines(tmp_path: Path) -> None:
+def test_the_closing_lines(tmp_path):
     (tmp_path / "model").mkdir()
     lines = Outcome(0, tmp_path, (3.0, 2.0), 130.0, 12_345).closing_lines(pairs=False)
     assert lines[0] == "done in 2 min 10 s, 12.3K tokens"
@@ -75,7 +73,7 @@ def test_the_closing_lines(tmp_path: Path) -> None:
     assert perplexity(1e4) == "beyond 1e304"
 
 
-def test_limits_scale_with_what_was_measured() -> None:
+def test_limits_scale_with_what_was_measured():
     """On a busy machine a process has more time, unless the limit was given."""
     some: Any = None
     state = BenchState(some, [], Path(), 1, 120.0, "", {}, {})
@@ -98,9 +96,7 @@ def test_limits_scale_with_what_was_measured() -> None:
         (800, 0.1, True, "most of it single slow steps, 5 s a step in the mean"),
     ],
 )
-def test_a_run_off_its_plan(
-    speed: float, wait_s: float, slow: bool, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_off_its_plan(speed, wait_s, slow, expected, monkeypatch):
     """By the median of the lines after the first one, whatever that took; it names what takes most."""
     line = {"loss": 1.0, "tokens_per_s": speed, "step_s": 1000 / speed, "data_wait_s": wait_s}
     lines = [{**line, "step": n} for n in range(6)]
@@ -143,9 +139,7 @@ TOY: dict[str, Any] = {"model": "tiny", "objective": "sft", "data": {"sample": "
         ({}, {}, {"data": (0.5, 20)}, 20, 1.0, ""),  # the first batch of a quick run
     ],
 )  # fmt: skip
-def test_time_beside_the_steps(
-    train: dict[str, Any], with_: dict[str, Any], beside: dict[str, Any], steps: int, seconds: float, expected: str
-) -> None:
+def test_time_beside_the_steps(train, with_, beside, steps, seconds, expected):
     """What takes more than a tenth of a run is named with its share and the key that changes it; else nothing is."""
     config = Config(**TOY, train=train, **{"with": with_})
     spent = {**dict.fromkeys(("saving", "evaluation", "data"), (0.0, 0)), **beside}
@@ -154,7 +148,7 @@ def test_time_beside_the_steps(
     assert train.get("save") != "async" or "async" not in found
 
 
-def toy_run(folder: Path, length: dict[str, Any]) -> dict[str, Any]:
+def toy_run(folder, length):
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"Oslo lies {i} miles from the sea."}) + "\n" for i in range(40)))
     return {
@@ -163,7 +157,7 @@ def toy_run(folder: Path, length: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_run_notes_where_its_time_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_notes_where_its_time_goes(tmp_path, monkeypatch):
     """As soon as it is clear, once; at the end the seconds of start, steps and end, in the report with the plan's."""
     monkeypatch.setattr(metrics, "STEADY", (10, 0.0))
     begun = time.monotonic()
@@ -187,7 +181,7 @@ def test_a_run_notes_where_its_time_goes(tmp_path: Path, monkeypatch: pytest.Mon
     assert "saves, evaluations, model, s" in rows
 
 
-def test_times_of_a_resumed_run(tmp_path: Path) -> None:
+def test_times_of_a_resumed_run(tmp_path):
     """Its steps are not those that the plan counts; a run that was complete before notes none."""
     for steps, resume in ((2, None), (4, "auto"), (4, "auto")):
         optrush.train(toy_run(tmp_path, {"steps": steps}), resume=resume)

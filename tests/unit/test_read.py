@@ -29,21 +29,16 @@ from optrush.errors import ConfigError, DataError, NeedsError
 GOOD = b'{"text": "good", "id": 7}\n'
 ROWS = [{"text": f"row {i} é\u2028", "n": {"deep": [None, i]}} for i in range(7)]
 PACK = {
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
+    ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
     ".zst": lambda raw: zstandard.ZstdCompressor().compress(raw),
-}
+}  # fmt: skip
 
 BAD = {
     "truncated": (b'{"text": "go', "not valid JSON (cut off?)"),
     "line in a string": (b'{"text": "go\r"}', "not valid JSON (cut off?): Invalid control character at character 12"),
-    "array": (b'["text"]', "a list instead of an object"),
-    "string": (b'"text"', "a string instead of an object"),
-    "number": (b"7", "a number instead of an object"),
-    "null row": (b"null", "null instead of an object"),
-    "empty line": (b"  ", "an empty line"),
-    "bom": (b'\xef\xbb\xbf{"text": "a"}', "byte order mark"),
+    "array": (b'["text"]', "a list instead of an object"), "string": (b'"text"', "a string instead of an object"),
+    "number": (b"7", "a number instead of an object"), "null row": (b"null", "null instead of an object"),
+    "empty line": (b"  ", "an empty line"), "bom": (b'\xef\xbb\xbf{"text": "a"}', "byte order mark"),
     "utf-8": (b'{"text": "\xff"}', "invalid UTF-8 at byte 10: 0xff"),
     "utf-8 surrogate": (b'{"text": "\xed\xa0\x80"}', "invalid UTF-8"),
     "half a pair": (rb'{"text": "\uD83d"}', r"half a surrogate pair: \ud83d"),
@@ -57,7 +52,7 @@ BAD = {
     "nested and closed": (b'{"text": ' + b"[" * 101 + b"]" * 101 + b"}", "nested too deeply"),
     "long number": (b'{"text": "a", "n": ' + b"1" * 5000 + b"}", "not valid JSON"),
     "two values": (b'{"text": "a"} {"text": "b"}', "not valid JSON"),
-}
+}  # fmt: skip
 
 
 def found(source, **options):
@@ -134,10 +129,8 @@ LINE = st.one_of(st.binary(max_size=12), st.integers(0, 300).map(lambda n: b'{"t
 @settings(max_examples=60)
 @given(
     lines=st.lists(LINE.map(lambda raw: raw.replace(b"\n", b"")), min_size=1, max_size=30),
-    end=st.sampled_from([b"\n", b"\r\n"]),
-    last=st.booleans(),
-    size=st.integers(1, 100),
-)
+    end=st.sampled_from([b"\n", b"\r\n"]), last=st.booleans(), size=st.integers(1, 100),
+)  # fmt: skip
 def test_parts_never_change_rows_or_their_numbers(tmp_path_factory, lines, end, last, size):
     path = tmp_path_factory.getbasetemp() / "parts.jsonl"
     path.write_bytes(end.join([*lines, b"{}"]) + (end if last else b""))  # blank lines at the end are no rows
@@ -186,18 +179,12 @@ def test_an_array_is_read_whatever_its_layout(tmp_path):
     assert found(path) == [(1, {"text": "a"}), (2, "a number instead of an object {...}"), (3, {"text": "b"})]
 
 
-@pytest.mark.parametrize(
-    ("raw", "reason"),
-    [
-        (b'[{"text": "a"}, {"text": "b', "not valid JSON (cut off?)"),
-        (b"[", "not valid JSON (cut off?)"),
-        (b'[{"text": "a"}] {"text": "b"}', "not valid JSON (cut off?): Extra data at character 16"),
-        (b'[{"text": "a"}, , {"text": "b"}]', "not valid JSON"),
-        (b'[{"text": "a", "text": "b"}]', "'text' appears twice"),
-        (b'[{"text": "\xff"}]', "invalid UTF-8 at byte 11"),
-        (b" [ ] ", "an empty file"),
-    ],
-)
+@pytest.mark.parametrize(("raw", "reason"), [
+    (b'[{"text": "a"}, {"text": "b', "not valid JSON (cut off?)"), (b"[", "not valid JSON (cut off?)"),
+    (b'[{"text": "a"}] {"text": "b"}', "not valid JSON (cut off?): Extra data at character 16"),
+    (b'[{"text": "a"}, , {"text": "b"}]', "not valid JSON"), (b'[{"text": "a", "text": "b"}]', "'text' appears twice"),
+    (b'[{"text": "\xff"}]', "invalid UTF-8 at byte 11"), (b" [ ] ", "an empty file"),
+])  # fmt: skip
 def test_a_damaged_array(tmp_path, raw, reason):
     path = tmp_path / "a.json"
     path.write_bytes(raw)
@@ -234,18 +221,13 @@ def test_bad_rows_of_a_csv_are_named_with_their_line(tmp_path):
         assert expected in reason and reason.endswith(f"(line {line} of the file)")
 
 
-@pytest.mark.parametrize(
-    ("raw", "reason"),
-    [
-        (b"text,text\na,b\n", "two columns are named 'text'"),
-        (b"text, ,n\na,b,c\n", "column 2 has no name"),
-        (b"\na,b\n", "an empty line"),
-        (b"t\xff\na\n", "invalid UTF-8"),
-        (b'text\na\n"b\nc\nd\n', "a quote in row 2, line 3, is not closed"),
-        (b"text\na\n" + b"b" * (2 << 20) + b"\n", "row 2, line 3: the row is longer than 1 MiB"),
-        (b'text\na\n"' + b"b\n" * (1 << 20), "row 2, line 3: the row is longer than 1 MiB"),
-    ],
-)
+@pytest.mark.parametrize(("raw", "reason"), [
+    (b"text,text\na,b\n", "two columns are named 'text'"), (b"text, ,n\na,b,c\n", "column 2 has no name"),
+    (b"\na,b\n", "an empty line"), (b"t\xff\na\n", "invalid UTF-8"),
+    (b'text\na\n"b\nc\nd\n', "a quote in row 2, line 3, is not closed"),
+    (b"text\na\n" + b"b" * (2 << 20) + b"\n", "row 2, line 3: the row is longer than 1 MiB"),
+    (b'text\na\n"' + b"b\n" * (1 << 20), "row 2, line 3: the row is longer than 1 MiB"),
+])  # fmt: skip
 def test_a_csv_that_cannot_be_read_on(tmp_path, monkeypatch, raw, reason):
     monkeypatch.setattr(readers, "LONGEST_ROW_bytes", 1 << 20)
     path = tmp_path / "a.csv"
@@ -270,15 +252,12 @@ def test_a_table_with_another_separator(tmp_path, name, mark, bom):
     assert found(tmp_path / name) == [(n, dict(zip(rows[0], row))) for n, row in enumerate(rows[1:], 1)]
 
 
-@pytest.mark.parametrize(
-    ("name", "header", "held", "do"),
-    [
-        ("a.csv", "instruction;output", "semicolons", 'write `data.separator: ";"`'),
-        ("a.csv", "instruction\toutput", "tabs", "`, or name it .tsv"),
-        ("a.csv.gz", "instruction|output", "bars", 'write `data.separator: "|"`'),
-        ("a.tsv", "instruction,output", "commas", 'write `data.separator: ","`, or name it .csv'),
-    ],
-)
+@pytest.mark.parametrize(("name", "header", "held", "do"), [
+    ("a.csv", "instruction;output", "semicolons", 'write `data.separator: ";"`'),
+    ("a.csv", "instruction\toutput", "tabs", "`, or name it .tsv"),
+    ("a.csv.gz", "instruction|output", "bars", 'write `data.separator: "|"`'),
+    ("a.tsv", "instruction,output", "commas", 'write `data.separator: ","`, or name it .csv'),
+])  # fmt: skip
 def test_a_table_whose_separator_is_unclear(tmp_path, name, header, held, do):
     """Its first row has another number of cells than its header."""
     mark = header[len("instruction")]
@@ -350,13 +329,10 @@ def test_parquet_rows_are_as_json_has_them(tmp_path):
         {"messages": [{"role": "user", "content": "é", "calls": None}], "n": 1, "x": 1.5, "none": None},
         {"messages": [{"role": "user", "content": None, "calls": [{"a": {"b": True, "c": None}}]}], "n": None},
     ]
-    table = pa.Table.from_pylist(rows, pa.schema([
-        ("messages", pa.list_(pa.struct([
-            ("role", pa.string()), ("content", pa.large_string()),
-            ("calls", pa.list_(pa.struct([("a", pa.struct([("b", pa.bool_()), ("c", pa.int8())]))]))),
-        ]))),
-        ("n", pa.int32()), ("x", pa.float32()), ("none", pa.null()),
-    ]))  # fmt: skip
+    table = pa.Table.from_pylist(rows, pa.schema([("messages", pa.list_(pa.struct([
+        ("role", pa.string()), ("content", pa.large_string()),
+        ("calls", pa.list_(pa.struct([("a", pa.struct([("b", pa.bool_()), ("c", pa.int8())]))]))),
+    ]))), ("n", pa.int32()), ("x", pa.float32()), ("none", pa.null())]))  # fmt: skip
     table = table.append_column("kind", pa.array(["a", "b"]).dictionary_encode())
     table = table.append_column("when", pa.array([datetime.datetime(2020, 1, 1)] * 2))
     table = table.append_column("text", pa.array([b"raw", None]))

@@ -1,7 +1,5 @@
 """Before step 0 the largest step is played: it changes no bit of the run, and meets what would run out of memory."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
@@ -79,11 +77,9 @@ def test_every_update_changes_no_bit(box, monkeypatch, name):
     same(box, monkeypatch, sets, **with_)
 
 
-@pytest.mark.parametrize(
-    "with_",
-    further([{"amp": {"dtype": "fp16"}}, {"sort_by_length": {}}, {}, {"recompute": {}, "fused_loss": {}}], 1),
-    ids=str,
-)
+@pytest.mark.parametrize("with_", further([
+    {"amp": {"dtype": "fp16"}}, {"sort_by_length": {}}, {}, {"recompute": {}, "fused_loss": {}},
+], 1), ids=str)  # fmt: skip
 def test_nothing_changes(box, monkeypatch, with_):
     same(box, monkeypatch, [], **with_)
 

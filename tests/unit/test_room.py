@@ -1,7 +1,5 @@
 """What is laid in room: a copy, zeros beyond it, and nothing else touched; by its kernel in the interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -107,58 +107,49 @@ def test_exactly_one_kind_is_meant():
     assert why(messages=None) == "messages is null, not a list"
 
 
-@pytest.mark.parametrize(
-    ("keys", "reason"),
-    [
-        ({"text": ["a"]}, "text is a list, not a string"),
-        ({"text": b"a"}, "text is a value of the kind bytes, not a string"),
-        ({"text": True}, "text is a boolean, not a string"),
-        ({"text": " \n"}, "text is empty"),
-        ({"text": "a", "image": "a.png"}, "the row has 'image', which is not supported"),
-        ({"instruction": "a"}, "'instruction' without 'output'"),
-        ({"instruction": "", "output": "b"}, "instruction is empty"),
-        ({"instruction": "a", "output": " "}, "output is empty"),
-        ({"instruction": "a", "output": "b", "input": 3}, "input is a number, not a string"),
-        ({"instruction": "a", "output": "b", "history": [["q", "r"]]}, "the row has 'history', which is not"),
-        ({"instruction": "a", "output": "b", "tools": [TOOL]}, "the row has 'tools', which is not"),
-        ({"completion": "b"}, "'completion' without 'prompt'"),
-        ({"prompt": "", "completion": "b"}, "prompt is empty"),
-        ({"prompt": "a", "completion": ""}, "completion is empty"),
-        ({"prompt": "a", "completion": 7}, "completion is a number, not a list"),
-        ({"prompt": [ASK], "completion": "b"}, "prompt is a list, not a string"),
-        ({"prompt": "a", "completion": "b", "label": False}, "'label': a judged answer"),
-        ({"chosen": "a", "rejected": "b", "system": "s"}, "a row of texts has 'system' without 'prompt'"),
-        ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "the row has 'tools', which is not"),
-        ({"prompt": [ASK], "completion": [ASK]}, "completion: no assistant turn follows the prompt"),
-        ({"prompt": [ASK], "completion": [ASK, ASK, ANSWER]}, "completion: no assistant turn follows the prompt"),
-        ({"chosen": "a"}, "'chosen' without 'rejected'"),
-        ({"rejected": "a", "chosen": None, "prompt": "b"}, "'rejected' without 'chosen'"),
-        ({"chosen": "a", "rejected": "a"}, "chosen and rejected are the same"),
-        ({"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]}, "chosen and rejected are the same"),
-        ({"chosen": "a", "rejected": [ASK, ANSWER]}, "chosen is a string, rejected is a list"),
-        ({"prompt": "a", "chosen": "a", "rejected": ""}, "rejected is empty"),
-        ({"chosen": "ask: ", "rejected": "ask: No"}, "chosen after the common prompt is empty"),
-        ({"chosen": [ASK, ANSWER], "rejected": [ASK]}, "rejected: no assistant turn follows the prompt"),
-        ({"chosen": [ANSWER], "rejected": [ASK, ANSWER]}, "chosen and rejected do not begin with the same prompt"),
-        ({"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER, ASK]}, "chosen: no assistant turn follows"),
-        ({"prompt": "other", "chosen": [ASK, ANSWER], "rejected": [ANSWER]}, "chosen: no assistant turn follows"),
-        ({"chosen": [], "rejected": [ASK]}, "chosen is an empty list"),
-        ({"prompt": "a", "chosen": {"text": "b"}, "rejected": {"text": "c"}}, "chosen is an object, not a list"),
-        ({"prompt": "a", "chosen": ASK, "rejected": ANSWER}, "chosen: no assistant turn follows the prompt"),
-        ({"messages": ANSWER}, "messages is an object, not a list"),
-        ({"messages": []}, "messages is an empty list"),
-        ({"messages": "hello"}, "messages is a string, not a list"),
-        ({"messages": ["hello"]}, "messages[0] is a string, not an object"),
-        ({"messages": [{"role": "system", "content": "s"}, ASK]}, "no assistant turn"),
-        ({"messages": [ASK, ANSWER], "history": [1]}, "the row has 'history', which is not"),
-        (
-            {"messages": [ASK, ANSWER], "images": ["a"]},
-            "the row has images: 1; places for them in its turns (<image>): 0",
-        ),
-        ({"messages": [ASK, ANSWER], "functions": [TOOL]}, "the row has 'functions', which is not"),
-        ({"messages": [{"role": "user", "content": ""}, ANSWER]}, "messages[0].content: an empty user turn"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "reason"), [
+    ({"text": ["a"]}, "text is a list, not a string"),
+    ({"text": b"a"}, "text is a value of the kind bytes, not a string"),
+    ({"text": True}, "text is a boolean, not a string"), ({"text": " \n"}, "text is empty"),
+    ({"text": "a", "image": "a.png"}, "the row has 'image', which is not supported"),
+    ({"instruction": "a"}, "'instruction' without 'output'"),
+    ({"instruction": "", "output": "b"}, "instruction is empty"),
+    ({"instruction": "a", "output": " "}, "output is empty"),
+    ({"instruction": "a", "output": "b", "input": 3}, "input is a number, not a string"),
+    ({"instruction": "a", "output": "b", "history": [["q", "r"]]}, "the row has 'history', which is not"),
+    ({"instruction": "a", "output": "b", "tools": [TOOL]}, "the row has 'tools', which is not"),
+    ({"completion": "b"}, "'completion' without 'prompt'"), ({"prompt": "", "completion": "b"}, "prompt is empty"),
+    ({"prompt": "a", "completion": ""}, "completion is empty"),
+    ({"prompt": "a", "completion": 7}, "completion is a number, not a list"),
+    ({"prompt": [ASK], "completion": "b"}, "prompt is a list, not a string"),
+    ({"prompt": "a", "completion": "b", "label": False}, "'label': a judged answer"),
+    ({"chosen": "a", "rejected": "b", "system": "s"}, "a row of texts has 'system' without 'prompt'"),
+    ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "the row has 'tools', which is not"),
+    ({"prompt": [ASK], "completion": [ASK]}, "completion: no assistant turn follows the prompt"),
+    ({"prompt": [ASK], "completion": [ASK, ASK, ANSWER]}, "completion: no assistant turn follows the prompt"),
+    ({"chosen": "a"}, "'chosen' without 'rejected'"),
+    ({"rejected": "a", "chosen": None, "prompt": "b"}, "'rejected' without 'chosen'"),
+    ({"chosen": "a", "rejected": "a"}, "chosen and rejected are the same"),
+    ({"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]}, "chosen and rejected are the same"),
+    ({"chosen": "a", "rejected": [ASK, ANSWER]}, "chosen is a string, rejected is a list"),
+    ({"prompt": "a", "chosen": "a", "rejected": ""}, "rejected is empty"),
+    ({"chosen": "ask: ", "rejected": "ask: No"}, "chosen after the common prompt is empty"),
+    ({"chosen": [ASK, ANSWER], "rejected": [ASK]}, "rejected: no assistant turn follows the prompt"),
+    ({"chosen": [ANSWER], "rejected": [ASK, ANSWER]}, "chosen and rejected do not begin with the same prompt"),
+    ({"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER, ASK]}, "chosen: no assistant turn follows"),
+    ({"prompt": "other", "chosen": [ASK, ANSWER], "rejected": [ANSWER]}, "chosen: no assistant turn follows"),
+    ({"chosen": [], "rejected": [ASK]}, "chosen is an empty list"),
+    ({"prompt": "a", "chosen": {"text": "b"}, "rejected": {"text": "c"}}, "chosen is an object, not a list"),
+    ({"prompt": "a", "chosen": ASK, "rejected": ANSWER}, "chosen: no assistant turn follows the prompt"),
+    ({"messages": ANSWER}, "messages is an object, not a list"), ({"messages": []}, "messages is an empty list"),
+    ({"messages": "hello"}, "messages is a string, not a list"),
+    ({"messages": ["hello"]}, "messages[0] is a string, not an object"),
+    ({"messages": [{"role": "system", "content": "s"}, ASK]}, "no assistant turn"),
+    ({"messages": [ASK, ANSWER], "history": [1]}, "the row has 'history', which is not"),
+    ({"messages": [ASK, ANSWER], "images": ["a"]}, "the row has images: 1; places for them in its turns (<image>): 0"),
+    ({"messages": [ASK, ANSWER], "functions": [TOOL]}, "the row has 'functions', which is not"),
+    ({"messages": [{"role": "user", "content": ""}, ANSWER]}, "messages[0].content: an empty user turn"),
+])  # fmt: skip
 def test_rows_that_mean_nothing_or_too_much(keys, reason):
     assert reason in why(**keys)
 
@@ -200,50 +191,44 @@ def test_alpacas_input():
 # --- turns
 
 
-@pytest.mark.parametrize(
-    ("turn", "reason"),
-    [
-        ({"role": None}, "messages[1].role is null, not a string"),
-        ({"role": "wizard"}, "messages[1].role is 'wizard', not one of system, developer, user, assistant, tool"),
-        ({"role": "Assistant"}, "messages[1].role is 'Assistant'"),
-        ({"content": None}, "messages[1].content is null, not a string"),
-        ({"content": " "}, "messages[1].content: an empty assistant turn"),
-        ({"content": "", "reasoning_content": "hm"}, "messages[1].content: an empty assistant turn"),
-        ({"content": {"text": "a"}}, "messages[1].content is an object, not a string"),
-        ({"content": [{"type": "text"}]}, "messages[1].content[0].text is null, not a string"),
-        ({"content": [{"type": "image_url"}]}, "messages[1].content[0] is 'image_url', not a part of type 'text'"),
-        ({"content": ["a"]}, "messages[1].content[0] is a string, not a part of type 'text'"),
-        ({"content": []}, "messages[1].content: an empty assistant turn"),
-        ({"images": ["a"]}, "messages[1] has 'images', which is not supported"),
-        ({"function_call": {"name": "f"}}, "messages[1] has 'function_call', which is not supported"),
-        ({"refusal": "no"}, "messages[1] has 'refusal', which is not supported"),
-        ({"prefix": True}, "messages[1] has 'prefix', which is not supported"),
-        ({"tool_call_id": "1"}, "messages[1], of the role 'assistant', has 'tool_call_id'"),
-        ({"reasoning": 1}, "messages[1].reasoning is a number, not a string"),
-        ({"reasoning": "a", "thinking": "b"}, "messages[1] has several of reasoning_content, reasoning, thinking"),
-        ({"name": 7}, "messages[1].name is a number"),
-        ({"weight": -0.5}, "messages[1].weight is -0.5, not 0 or a number from 0.001"),
-        ({"weight": True}, "messages[1].weight is not a number of 0 or more"),
-        ({"weight": [0]}, "messages[1].weight is not a number of 0 or more"),
-        ({"loss_mask": 0.5}, "messages[1].loss_mask is neither 0 nor 1"),
-        ({"loss_scale": 1e7}, "messages[1].loss_scale is 10000000.0, not 0 or a number from 0.001"),
-        ({"train": 1}, "messages[1].train is neither false nor true"),
-        ({"train": True, "weight": 0}, "messages[1]: weight and train contradict each other"),
-        ({"train": False}, "no assistant turn is a target"),
-        ({"tool_calls": {"name": "f"}}, "messages[1].tool_calls is an object, not a list"),
-        ({"tool_calls": [1]}, "messages[1].tool_calls[0] is not a function call"),
-        ({"tool_calls": [{"name": "f", "arguments": {}}]}, "messages[1].tool_calls[0] is not a function call"),
-        ({"tool_calls": [{**CALL, "type": "custom"}]}, "messages[1].tool_calls[0] is not a function call"),
-        ({"tool_calls": [{"function": {"arguments": {}}}]}, "messages[1].tool_calls[0].name is null"),
-        ({"tool_calls": [{**CALL, "id": 3}]}, "messages[1].tool_calls[0].id is a number"),
-        ({"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}, "[0].arguments is a list, not an object"),
-        (
-            {"tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}]},
-            "[0].arguments: not valid JSON: NaN",
-        ),
-        ({"tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 1}'}}]}, "'a' appears twice"),
-    ],
-)
+@pytest.mark.parametrize(("turn", "reason"), [
+    ({"role": None}, "messages[1].role is null, not a string"),
+    ({"role": "wizard"}, "messages[1].role is 'wizard', not one of system, developer, user, assistant, tool"),
+    ({"role": "Assistant"}, "messages[1].role is 'Assistant'"),
+    ({"content": None}, "messages[1].content is null, not a string"),
+    ({"content": " "}, "messages[1].content: an empty assistant turn"),
+    ({"content": "", "reasoning_content": "hm"}, "messages[1].content: an empty assistant turn"),
+    ({"content": {"text": "a"}}, "messages[1].content is an object, not a string"),
+    ({"content": [{"type": "text"}]}, "messages[1].content[0].text is null, not a string"),
+    ({"content": [{"type": "image_url"}]}, "messages[1].content[0] is 'image_url', not a part of type 'text'"),
+    ({"content": ["a"]}, "messages[1].content[0] is a string, not a part of type 'text'"),
+    ({"content": []}, "messages[1].content: an empty assistant turn"),
+    ({"images": ["a"]}, "messages[1] has 'images', which is not supported"),
+    ({"function_call": {"name": "f"}}, "messages[1] has 'function_call', which is not supported"),
+    ({"refusal": "no"}, "messages[1] has 'refusal', which is not supported"),
+    ({"prefix": True}, "messages[1] has 'prefix', which is not supported"),
+    ({"tool_call_id": "1"}, "messages[1], of the role 'assistant', has 'tool_call_id'"),
+    ({"reasoning": 1}, "messages[1].reasoning is a number, not a string"),
+    ({"reasoning": "a", "thinking": "b"}, "messages[1] has several of reasoning_content, reasoning, thinking"),
+    ({"name": 7}, "messages[1].name is a number"),
+    ({"weight": -0.5}, "messages[1].weight is -0.5, not 0 or a number from 0.001"),
+    ({"weight": True}, "messages[1].weight is not a number of 0 or more"),
+    ({"weight": [0]}, "messages[1].weight is not a number of 0 or more"),
+    ({"loss_mask": 0.5}, "messages[1].loss_mask is neither 0 nor 1"),
+    ({"loss_scale": 1e7}, "messages[1].loss_scale is 10000000.0, not 0 or a number from 0.001"),
+    ({"train": 1}, "messages[1].train is neither false nor true"),
+    ({"train": True, "weight": 0}, "messages[1]: weight and train contradict each other"),
+    ({"train": False}, "no assistant turn is a target"),
+    ({"tool_calls": {"name": "f"}}, "messages[1].tool_calls is an object, not a list"),
+    ({"tool_calls": [1]}, "messages[1].tool_calls[0] is not a function call"),
+    ({"tool_calls": [{"name": "f", "arguments": {}}]}, "messages[1].tool_calls[0] is not a function call"),
+    ({"tool_calls": [{**CALL, "type": "custom"}]}, "messages[1].tool_calls[0] is not a function call"),
+    ({"tool_calls": [{"function": {"arguments": {}}}]}, "messages[1].tool_calls[0].name is null"),
+    ({"tool_calls": [{**CALL, "id": 3}]}, "messages[1].tool_calls[0].id is a number"),
+    ({"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}, "[0].arguments is a list, not an object"),
+    ({"tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}]}, "[0].arguments: not valid JSON: NaN"),
+    ({"tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 1}'}}]}, "'a' appears twice"),
+])  # fmt: skip
 def test_turns_that_are_not_understood(turn, reason):
     assert reason in said(**turn)
 
@@ -281,12 +266,10 @@ def test_empty_keys_are_no_keys():
 def test_tools_calls_and_reasoning_arrive_in_one_shape():
     text_call = {"id": "c1", "function": {"name": "add", "arguments": '{"a": 1}', "strict": None}}
     turns = [
-        ASK,
-        {"role": "assistant", "tool_calls": [text_call], "thinking": "hm"},
+        ASK, {"role": "assistant", "tool_calls": [text_call], "thinking": "hm"},
         {"role": "tool", "content": "", "tool_call_id": "c1", "name": "add"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL, {"function": {"name": "now"}}]},
-        ANSWER,
-    ]
+        {"role": "assistant", "content": None, "tool_calls": [CALL, {"function": {"name": "now"}}]}, ANSWER,
+    ]  # fmt: skip
     for tools in ([TOOL, {"name": "now"}], json.dumps([TOOL, {"name": "now"}])):
         found = row(messages=turns, tools=tools)
         assert found.tools == (TOOL, {"name": "now"})
@@ -303,17 +286,12 @@ def test_tools_calls_and_reasoning_arrive_in_one_shape():
     assert U.shown() == ASK
 
 
-@pytest.mark.parametrize(
-    ("tools", "reason"),
-    [
-        (7, "tools is a number, not a list"),
-        ({"name": "f"}, "tools is an object, not a list"),
-        ("{", "tools: not valid JSON"),
-        ('{"name": "f"}', "tools is an object, not a list"),
-        (["f"], "tools[0] is not an object with a function name"),
-        ([TOOL, {"type": "function", "function": {}}], "tools[1] is not an object with a function name"),
-    ],
-)
+@pytest.mark.parametrize(("tools", "reason"), [
+    (7, "tools is a number, not a list"), ({"name": "f"}, "tools is an object, not a list"),
+    ("{", "tools: not valid JSON"), ('{"name": "f"}', "tools is an object, not a list"),
+    (["f"], "tools[0] is not an object with a function name"),
+    ([TOOL, {"type": "function", "function": {}}], "tools[1] is not an object with a function name"),
+])  # fmt: skip
 def test_tools_that_are_not_understood(tools, reason):
     assert reason in why(messages=[ASK, ANSWER], tools=tools)
     assert reason in why(prompt=[ASK], completion=[ANSWER], tools=tools)
@@ -321,13 +299,11 @@ def test_tools_that_are_not_understood(tools, reason):
 
 def test_sharegpts_calls():
     turns = [
-        {"from": "human", "value": "ask"},
-        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+        {"from": "human", "value": "ask"}, {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
         {"from": "observation", "value": "2"},
         {"from": "function_call", "value": '[{"name": "add", "arguments": "{\\"a\\": 1}"}]', "weight": 0},
-        {"from": "tool", "value": "2"},
-        {"from": "gpt", "value": "answer"},
-    ]
+        {"from": "tool", "value": "2"}, {"from": "gpt", "value": "answer"},
+    ]  # fmt: skip
     found = row(conversations=turns, tools=json.dumps([TOOL]))
     call = Message("assistant", "", calls=(CALL,))
     unlearnt = Message("assistant", "", calls=(CALL,), weight=0)
@@ -343,11 +319,8 @@ def test_sharegpts_calls():
 
 def test_the_text_of_a_row():
     turns = [
-        ASK,
-        {"role": "assistant", "tool_calls": [CALL], "reasoning": "hm"},
-        {"role": "tool", "content": "2"},
-        ANSWER,
-    ]
+        ASK, {"role": "assistant", "tool_calls": [CALL], "reasoning": "hm"}, {"role": "tool", "content": "2"}, ANSWER,
+    ]  # fmt: skip
     assert row_text(row(text="a")) == "a"
     assert row_text(row(messages=turns)) == 'ask\nhm\n{"name": "add", "arguments": {"a": 1}}\n2\nanswer'
     assert row_text(row(prompt="a ", completion="b")) == "a b"
@@ -365,13 +338,10 @@ def test_a_call_without_parameters(given):
     assert found.messages[1].calls[0]["function"]["arguments"] == {}
 
 
-@pytest.mark.parametrize(
-    ("columns", "line"),
-    [
-        ("{prompt: Customer Message, completion: reply}", "{Customer Message: prompt}"),
-        ("{text: body}", "{body: text}"), ("{ignore: note}", "{note: ignore}"), ("{question: answer}", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("columns", "line"), [
+    ("{prompt: Customer Message, completion: reply}", "{Customer Message: prompt}"), ("{text: body}", "{body: text}"),
+    ("{ignore: note}", "{note: ignore}"), ("{question: answer}", None),
+])  # fmt: skip
 def test_columns_the_wrong_way_round(columns, line):
     text = f"model: tiny\nobjective: sft\noutput: o\ndata: {{path: x, columns: {columns}}}\n"
     with pytest.raises(ConfigError) as caught:

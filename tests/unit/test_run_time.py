@@ -1,10 +1,7 @@
 """How long a run takes from its command to its model, and what that changes in the choice of techniques."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -27,23 +24,23 @@ RUN = (
 FEW = [t for t in ALL if t.name in {"amp", "bf16", "lora", "nf4", "fused-adamw", "attention", "packing", "fused-loss"}]
 
 
-def chosen(rows: int, *sets: str) -> dict[str, object]:
+def chosen(rows, *sets):
     return dict(decide(parse_config(RUN % rows, "x", sets), device=NAMED["h200"], ranks=1).config.with_)
 
 
-def test_a_short_run_compiles_nothing_and_a_long_one_does() -> None:
+def test_a_short_run_compiles_nothing_and_a_long_one_does():
     assert "compile" not in chosen(64)
     assert "compile" in chosen(100_000)
     assert "compile" in chosen(64, "train.epochs=2000") and "compile" in chosen(64, "train.steps=9000")
 
 
-def test_a_kernel_that_gains_less_than_it_takes_to_compile_is_left_out() -> None:
+def test_a_kernel_that_gains_less_than_it_takes_to_compile_is_left_out():
     size = ("model.shape=llama-3.2-1b", "batch.seq=2048", "batch.tokens=32768")
     assert chosen(20_000, *size)["attention"] == {}
     assert chosen(2_000_000, *size)["attention"] == {"impl": "fa4"}
 
 
-def test_start_steps_and_end() -> None:
+def test_start_steps_and_end():
     config = parse_config(RUN % 10_000, "x", ("with={bf16: {}, compile: {}}", "data.eval=0.1", "train.eval_every=0.25"))
     best = answer.answer(config, "h200").best
     assert best is not None and best.setting is not None
@@ -53,8 +50,8 @@ def test_start_steps_and_end() -> None:
     assert time.start_s and time.start_s > p.compile_s > 0
 
 
-def test_more_saves_and_evaluations_take_longer() -> None:
-    def end(*sets: str) -> float:
+def test_more_saves_and_evaluations_take_longer():
+    def end(*sets):
         best = answer.answer(parse_config(RUN % 10_000, "x", ("data.eval=0.1", *sets)), "h200", FEW).best
         assert best is not None and best.time.end_s is not None
         return best.time.end_s
@@ -64,7 +61,7 @@ def test_more_saves_and_evaluations_take_longer() -> None:
     assert end("train.eval_every=1.0", "train.export=false") < plain
 
 
-def test_each_evaluation_takes_a_forward_pass_of_what_is_held_out() -> None:
+def test_each_evaluation_takes_a_forward_pass_of_what_is_held_out():
     ends = []
     for every in (0.5, 0.25):  # once on the way, and three times
         config = parse_config(RUN % 10_000, "x", ("data.eval=0.1", f"train.eval_every={every}"))
@@ -81,7 +78,7 @@ def test_each_evaluation_takes_a_forward_pass_of_what_is_held_out() -> None:
     ("techniques", "bytes_"),
     [("{amp: {}}", 4), ("{amp: {}, lora: {}}", 2), ("{bf16: {}}", 2), ("{bf16: {}, lora: {}, nf4: {}}", 2)],
 )
-def test_the_whole_model_is_written_in_the_end(techniques: str, bytes_: int) -> None:
+def test_the_whole_model_is_written_in_the_end(techniques, bytes_):
     """With adapters too, which are merged."""
     ends = []
     for export in ("true", "false"):
@@ -93,7 +90,7 @@ def test_the_whole_model_is_written_in_the_end(techniques: str, bytes_: int) -> 
     assert written == pytest.approx(bytes_, rel=0.1)
 
 
-def test_a_held_out_file_is_counted(tmp_path: Path) -> None:
+def test_a_held_out_file_is_counted(tmp_path):
     """As a share of the rows of the same size is, before the first step and at the end."""
     for name, rows in (("all", 1000), ("train", 800), ("held", 200)):
         (tmp_path / f"{name}.jsonl").write_text('{"text": "Oslo lies by the sea, and has trams."}\n' * rows)
@@ -107,26 +104,23 @@ def test_a_held_out_file_is_counted(tmp_path: Path) -> None:
     assert times[2][0] < times[1][0] and times[2][1] < times[1][1]
 
 
-def test_what_is_not_known() -> None:
+def test_what_is_not_known():
     unknown = answer.answer(parse_config(RUN % 64, "x", ()), "mi300x", FEW).best
     assert unknown is not None and unknown.time.seconds is None
     given = answer.answer(parse_config(RUN % 64, "x", ("train.steps=7",)), "mi300x", FEW).best
     assert given is not None and given.time.steps == 7
 
 
-def test_what_compiles_says_how_long() -> None:
+def test_what_compiles_says_how_long():
     env = Environment(NAMED["h200"], 1, 1024, 1, 1, None, "float32", True, 30)
     given = {
-        "compile": {},
-        "attention": {"impl": "fa4"},
-        "fused-loss": {"impl": "quack"},
-        "fused-kernels": {"mlp": "quack"},
-    }
+        "compile": {}, "attention": {"impl": "fa4"}, "fused-loss": {"impl": "quack"}, "fused-kernels": {"mlp": "quack"},
+    }  # fmt: skip
     assert all(t.compile_s(env) > 0 for t in instantiate(ALL, given))
     assert not any(t.compile_s(env) for t in instantiate(ALL, {name: {} for name in given if name != "compile"}))
 
 
-def test_tokens_are_estimated_by_the_models_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
+def test_tokens_are_estimated_by_the_models_tokenizer(tiny_folder, tmp_path):
     """Digits and signs are a token each, where the rule of thumb has four characters."""
     rows = [{"text": " ".join(f"{n * k}+{n}=<{n * 7}>" for k in range(20))} for n in range(60)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -1,7 +1,5 @@
 """A tensor times a number on the device: one rounding, in place where the type stays; its kernel in the interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

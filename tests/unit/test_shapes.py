@@ -1,9 +1,6 @@
 """ModelShape: published counts, FIELD arithmetic by hand, both RoPE forms, windows, refusals."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from transformers import CONFIG_MAPPING
@@ -22,16 +19,13 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("Qwen/Qwen3-30B-A3B", 30.53), ("Qwen/Qwen3-235B-A22B", 235.09), ("openai/gpt-oss-20b", 20.91),
-        ("openai/gpt-oss-120b", 116.83), ("meta-llama/Llama-3.1-405B", 405.85), ("Qwen/Qwen3.5-9B", 8.95),
-        ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", 70.55), ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", 14.77),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 32.76), ("mistralai/Mixtral-8x7B-v0.1", 46.70),
-    ],
-)  # fmt: skip
-def test_models_that_are_planned_without_a_network(name: str, billions: float) -> None:
+@pytest.mark.parametrize(("name", "billions"), [
+    ("Qwen/Qwen3-30B-A3B", 30.53), ("Qwen/Qwen3-235B-A22B", 235.09), ("openai/gpt-oss-20b", 20.91),
+    ("openai/gpt-oss-120b", 116.83), ("meta-llama/Llama-3.1-405B", 405.85), ("Qwen/Qwen3.5-9B", 8.95),
+    ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", 70.55), ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", 14.77),
+    ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 32.76), ("mistralai/Mixtral-8x7B-v0.1", 46.70),
+])  # fmt: skip
+def test_models_that_are_planned_without_a_network(name, billions):
     """Sizes that their model cards give."""
     config = known_config(name)
     assert config is not None and round(ModelShape.read(config).parameters / 1e9, 2) == billions
@@ -78,28 +72,18 @@ QWEN3 = {"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": True
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-@pytest.mark.parametrize(
-    ("given", "want"),
-    [
-        ({}, RopeShape()),
-        ({"rope_theta": 500.0, "rope_scaling": None}, RopeShape(theta=500.0)),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, RopeShape(theta=500.0)),
-        ({"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 3}}, RopeShape("linear", 7.0, 3.0)),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 3, "rope_theta": 7}}, RopeShape("linear", 7.0, 3.0)),
-        (
-            {"rope_theta": 9.0, "rope_scaling": {**LLAMA3, "type": "llama3", "original_max_position_embeddings": 64}},
-            RopeShape("llama3", 9.0, 8.0, 1.0, 4.0, 64),
-        ),
-        (
-            {"max_position_embeddings": 32, "rope_parameters": {**LLAMA3, "rope_type": "llama3", "rope_theta": 9.0}},
-            RopeShape("llama3", 9.0, 8.0, 1.0, 4.0, 32),
-        ),
-        (
-            {"max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": 1.5}},
-            RopeShape("yarn", factor=2.0, original_max=32, scale=1.5),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("given", "want"), [
+    ({}, RopeShape()), ({"rope_theta": 500.0, "rope_scaling": None}, RopeShape(theta=500.0)),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, RopeShape(theta=500.0)),
+    ({"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 3}}, RopeShape("linear", 7.0, 3.0)),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 3, "rope_theta": 7}}, RopeShape("linear", 7.0, 3.0)),
+    ({"rope_theta": 9.0, "rope_scaling": {**LLAMA3, "type": "llama3", "original_max_position_embeddings": 64}},
+        RopeShape("llama3", 9.0, 8.0, 1.0, 4.0, 64)),
+    ({"max_position_embeddings": 32, "rope_parameters": {**LLAMA3, "rope_type": "llama3", "rope_theta": 9.0}},
+        RopeShape("llama3", 9.0, 8.0, 1.0, 4.0, 32)),
+    ({"max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": 1.5}},
+        RopeShape("yarn", factor=2.0, original_max=32, scale=1.5)),
+])  # fmt: skip
 def test_both_forms_of_rope(given, want):
     assert ModelShape.read({**TINY, **given}).rope == want
 
@@ -119,54 +103,39 @@ def test_rope_that_our_decoder_lacks():
             ModelShape.read({**TINY, "rope_scaling": given})
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
-        ({"hidden_act": "gelu"}, "'gelu'"),
-        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
-        ({"layer_types": ["chunked_attention"]}, "'chunked_attention'"),
-    ],
-)
+@pytest.mark.parametrize(("given", "found"), [
+    ({"model_type": "gpt2"}, "model_type 'gpt2'"), ({"hidden_act": "gelu"}, "'gelu'"),
+    ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
+    ({"layer_types": ["chunked_attention"]}, "'chunked_attention'"),
+])  # fmt: skip
 def test_obstacles(given, found):
     assert found in native_obstacle({**TINY, **given})
     with pytest.raises(NeedsError, match="implementation: transformers"):
         ModelShape.read({**TINY, **given})
 
 
-@pytest.mark.parametrize(
-    ("given", "window"),
-    [
-        ({"model_type": "mistral", "sliding_window": 64}, 64),
-        ({"model_type": "mistral", "sliding_window": None}, None),
-        ({"model_type": "mistral"}, 4096),
-        ({"model_type": "qwen2", "sliding_window": 64}, None),
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, None),
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 64),
-        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, 64),
-        ({"model_type": "llama", "sliding_window": 64}, None),
-    ],
-)
+@pytest.mark.parametrize(("given", "window"), [
+    ({"model_type": "mistral", "sliding_window": 64}, 64), ({"model_type": "mistral", "sliding_window": None}, None),
+    ({"model_type": "mistral"}, 4096), ({"model_type": "qwen2", "sliding_window": 64}, None),
+    ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, None),
+    ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 64),
+    ({**QWEN3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, 64),
+    ({"model_type": "llama", "sliding_window": 64}, None),
+])  # fmt: skip
 def test_windows(given, window):
     shape = ModelShape.read({**TINY, **given})
     assert shape.window == window and bool(shape.window_layers) == (window is not None)
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ({"num_experts": 8}, "num_experts = 8"),
-        ({"n_routed_experts": 64}, "n_routed_experts = 64"),
-        ({"vision_config": {"a": 1}}, "vision_config"),
-        ({"text_config": {"a": 1}}, "text_config"),
-        ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"architectures": ["BertModel"]}, "BertModel"),
-        ({"quantization_config": {"quant_method": "aqlm"}}, "method aqlm"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "method gptq, 3 bits"),
-    ],
-)
+@pytest.mark.parametrize(("given", "found"), [
+    ({"num_experts": 8}, "num_experts = 8"), ({"n_routed_experts": 64}, "n_routed_experts = 64"),
+    ({"vision_config": {"a": 1}}, "vision_config"), ({"text_config": {"a": 1}}, "text_config"),
+    ({"is_encoder_decoder": True}, "encoder-decoder"), ({"architectures": ["BertModel"]}, "BertModel"),
+    ({"quantization_config": {"quant_method": "aqlm"}}, "method aqlm"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "method gptq, 3 bits"),
+])  # fmt: skip
 def test_foreign_kinds(given, found):
     with pytest.raises(NeedsError, match=found):
         refuse_foreign({**TINY, **given})
@@ -208,23 +177,20 @@ def test_earlier_names_of_long_positions(name):
     assert native_obstacle({**TINY, "model_type": "phi3", "resid_pdrop": 0.1}).startswith("resid_pdrop 0.1")
 
 
-@pytest.mark.parametrize(
-    ("family", "given", "found"),
-    [
-        ("gemma3_text", {"num_hidden_layers": None}, "num_hidden_layers is None"),
-        ("gemma3_text", {"layer_types": ["sliding_attention"]}, "1 values in layer_types"),
-        ("smollm3", {"no_rope_layers": [1]}, "1 values in no_rope_layers"),
-        ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0"),
-        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping is -1.0"),
-        ("gemma2", {"attn_logit_softcapping": float("inf")}, "attn_logit_softcapping is inf"),
-        ("gemma2", {"final_logit_softcapping": "30"}, "final_logit_softcapping is '30'"),
-        ("gemma2", {"final_logit_softcapping": True}, "final_logit_softcapping is True"),
-        ("cohere", {"logit_scale": 0}, "logit_scale is 0"),
-        ("olmo3", {"max_position_embeddings": None, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-         "max_position_embeddings is None"),
-    ],
-)  # fmt: skip
-def test_values_that_a_family_cannot_have(family: str, given: dict[str, object], found: str) -> None:
+@pytest.mark.parametrize(("family", "given", "found"), [
+    ("gemma3_text", {"num_hidden_layers": None}, "num_hidden_layers is None"),
+    ("gemma3_text", {"layer_types": ["sliding_attention"]}, "1 values in layer_types"),
+    ("smollm3", {"no_rope_layers": [1]}, "1 values in no_rope_layers"),
+    ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0"),
+    ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping is -1.0"),
+    ("gemma2", {"attn_logit_softcapping": float("inf")}, "attn_logit_softcapping is inf"),
+    ("gemma2", {"final_logit_softcapping": "30"}, "final_logit_softcapping is '30'"),
+    ("gemma2", {"final_logit_softcapping": True}, "final_logit_softcapping is True"),
+    ("cohere", {"logit_scale": 0}, "logit_scale is 0"),
+    ("olmo3", {"max_position_embeddings": None, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        "max_position_embeddings is None"),
+])  # fmt: skip
+def test_values_that_a_family_cannot_have(family, given, found):
     sizes = {
         "model_type": family, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 99,
         "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -233,7 +199,7 @@ def test_values_that_a_family_cannot_have(family: str, given: dict[str, object],
         ModelShape.read({**sizes, **given})
 
 
-def test_a_bound_of_logits_is_of_the_families_that_read_it() -> None:
+def test_a_bound_of_logits_is_of_the_families_that_read_it():
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 99}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "final_logit_softcapping": 30.0}
     assert ModelShape.read({"model_type": "llama", **sizes}).softcap is None
@@ -251,7 +217,7 @@ CAPPED = [
 
 
 @pytest.mark.parametrize("with_", CAPPED, ids=str)
-def test_capped_scores_refuse_what_leaves_the_cap_out(with_: dict[str, dict[str, object]], tmp_path: Path) -> None:
+def test_capped_scores_refuse_what_leaves_the_cap_out(with_, tmp_path):
     """`masked` computes them, and so does a model without the cap in every kernel."""
     sizes = {
         "model_type": "gemma2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +19,11 @@ TALK = "<|im_start|>user\nWhat is 漢字?<|im_end|>\n<|im_start|>assistant\nÉcr
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_folder: Path) -> Any:
+def tokenizer(tiny_folder):
     return AutoTokenizer.from_pretrained(tiny_folder)
 
 
-def document(tokenizer: Any, text: str, learnt: slice = slice(1, None)) -> Document:
+def document(tokenizer, text, learnt=slice(1, None)):
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
     targets = np.zeros(len(ids), bool)
     targets[learnt] = True
@@ -32,11 +31,11 @@ def document(tokenizer: Any, text: str, learnt: slice = slice(1, None)) -> Docum
     return Document(ids, targets)
 
 
-def whole(tokenizer: Any, d: Document) -> list[preview.TextPiece]:
+def whole(tokenizer, d):
     return list(preview.token_pieces(tokenizer, d, 0, len(d), preview.special_ids(tokenizer)))
 
 
-def test_every_token_once_and_every_character_whole(tokenizer: Any) -> None:
+def test_every_token_once_and_every_character_whole(tokenizer):
     d = document(tokenizer, TALK)
     found = whole(tokenizer, d)
     assert [i for p in found for i in p.ids] == d.ids.tolist()
@@ -49,7 +48,7 @@ def test_every_token_once_and_every_character_whole(tokenizer: Any) -> None:
 
 @settings(max_examples=60)
 @given(st.text(min_size=1, max_size=40), st.integers(0, 60), st.integers(0, 60))
-def test_any_text_anywhere_learnt(tokenizer: Any, text: str, a: int, b: int) -> None:
+def test_any_text_anywhere_learnt(tokenizer, text, a, b):
     """Whatever is learnt: ids and targets come back in order, and the text does where no character is cut."""
     d = document(tokenizer, text, slice(min(a, b), max(a, b)))
     found = whole(tokenizer, d)
@@ -59,7 +58,7 @@ def test_any_text_anywhere_learnt(tokenizer: Any, text: str, a: int, b: int) -> 
     assert joined == text or "\ufffd" in joined
 
 
-def test_a_character_that_is_learnt_by_half_is_two_pieces(tokenizer: Any) -> None:
+def test_a_character_that_is_learnt_by_half_is_two_pieces(tokenizer):
     d = document(tokenizer, "a🍕", slice(3, None))
     found = whole(tokenizer, d)
     assert [p.learnt for p in found] == [False, False, True]
@@ -73,7 +72,7 @@ class Words:
         return " ".join(f"w{i}" for i in ids)
 
 
-def test_the_end_of_a_long_document_keeps_its_space() -> None:
+def test_the_end_of_a_long_document_keeps_its_space():
     n = preview.HEAD_tok + preview.TAIL_tok + 7
     (found,) = preview.describe_sample(Words(), [Document(np.arange(n, dtype=np.int32), np.ones(n, bool))], frozenset())
     assert (found["tokens"], found["targets"], found["left_out"]) == (n, n, 7)
@@ -82,13 +81,13 @@ def test_the_end_of_a_long_document_keeps_its_space() -> None:
     assert found["end"][0]["text"] == f" w{n - preview.TAIL_tok}"
 
 
-def test_a_short_document_is_told_once() -> None:
+def test_a_short_document_is_told_once():
     n = preview.HEAD_tok + preview.TAIL_tok
     (found,) = preview.describe_sample(Words(), [Document(np.arange(n, dtype=np.int32), np.ones(n, bool))], frozenset())
     assert len(found["pieces"]) == n and found["left_out"] == 0 and found["end"] == []
 
 
-def test_a_pair_has_two_names() -> None:
+def test_a_pair_has_two_names():
     d = Document(np.arange(3, dtype=np.int32), np.array([False, True, True]))
     assert [x["name"] for x in preview.describe_sample(Words(), [d, d], frozenset())] == ["chosen", "rejected"]
     assert [x["name"] for x in preview.describe_sample(Words(), [d], frozenset())] == ["document"]
@@ -101,12 +100,12 @@ def test_a_pair_has_two_names() -> None:
 @pytest.mark.parametrize(
     "c", ["\x00", "\x07", "\x1b", "\x7f", "\x9b", "\u202e", "\u2066", "\u2028", "\udcff", *preview.MARKS]
 )
-def test_what_must_not_reach_a_terminal(c: str) -> None:
+def test_what_must_not_reach_a_terminal(c):
     seen = preview.visible(c)
     assert c not in seen and seen.isascii() and seen.startswith("\\")
 
 
-def test_what_may() -> None:
+def test_what_may():
     assert "".join(map(preview.visible, "aé漢 🍕\n")) == "aé漢 🍕↵\n"
     assert preview.visible(preview.OPEN, marks="") == preview.OPEN
 
@@ -114,7 +113,7 @@ def test_what_may() -> None:
 # --- lengths
 
 
-def test_spread() -> None:
+def test_spread():
     found = preview.length_summary(np.array([10, 20, 30, 40, 100]), np.array([5, 5, 10, 0, 30]), 40)
     told = [found[k] for k in ("samples", "tokens", "learnt", "min", "median", "mean", "p95", "max", "longer_than_seq")]
     assert told == [5, 200, 0.25, 10, 30.0, 40.0, 100, 100, 1]
@@ -122,7 +121,7 @@ def test_spread() -> None:
 
 
 @given(st.lists(st.integers(1, 10**7), min_size=1, max_size=50))
-def test_a_histogram_holds_every_sample(lengths: list[int]) -> None:
+def test_a_histogram_holds_every_sample(lengths):
     found = preview.length_summary(np.array(lengths), np.array(lengths), 2048)["histogram"]
     edges = found["edges"]
     assert sum(found["counts"]) == len(lengths) and len(found["counts"]) == len(edges) - 1 <= preview.BINS
@@ -134,7 +133,7 @@ def test_a_histogram_holds_every_sample(lengths: list[int]) -> None:
     ("how", "cut"),
     [("error", [10, 64, 64]), ("truncate", [10, 64, 64]), ("drop", [10, 64]), ("split", [8, 10, 64, 64, 64, 64])],
 )
-def test_fills(how: str, cut: list[int]) -> None:
+def test_fills(how, cut):
     """Each layout by its name; the samples as the run cuts them, but for wrap, which does that by itself."""
     run: Any = SimpleNamespace(seed=0, with_={"wrap": {}}, data=SimpleNamespace(too_long=how))
     lengths = np.array([10, 64, 200])
@@ -147,6 +146,6 @@ def test_fills(how: str, cut: list[int]) -> None:
     assert all(f["samples_per_s"] > 0 for f in found.values())
 
 
-def test_fills_where_all_is_dropped() -> None:
+def test_fills_where_all_is_dropped():
     run: Any = SimpleNamespace(seed=0, with_={}, data=SimpleNamespace(too_long="drop"))
     assert {f["tokens"] for f in preview.fills(np.array([65]), 64, 4, 2, run)} == {64, 65}

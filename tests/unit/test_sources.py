@@ -512,14 +512,11 @@ def test_texts_that_lose_characters_are_counted_and_bad_rows_name_the_quarantine
         assert caught.value.do.endswith("; or set bad rows aside: data.bad_rows: quarantine")
 
 
-@pytest.mark.parametrize(
-    ("names", "columns", "line"),
-    [
-        (("Customer Message", "Agent Reply"), True, "{Customer Message: instruction, Agent Reply: output}"),
-        (("prompt", "completion"), False, "{prompt: instruction, completion: output}"),
-        (("instruction", "output"), False, None), (("q", "a"), None, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "columns", "line"), [
+    (("Customer Message", "Agent Reply"), True, "{Customer Message: instruction, Agent Reply: output}"),
+    (("prompt", "completion"), False, "{prompt: instruction, completion: output}"),
+    (("instruction", "output"), False, None), (("q", "a"), None, None),
+])  # fmt: skip
 def test_texts_without_the_template_are_said(here, tokens, names, columns, line):
     written(here / "a.jsonl", [dict(zip(names, (f"a soup {n}?", "a soup."))) for n in range(3)])
     to = ("prompt", "completion") if columns else ("instruction", "output")

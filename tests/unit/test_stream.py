@@ -247,11 +247,9 @@ def test_evaluation_reads_every_document_once_on_any_number_of_ranks(packed):
 
 
 def flat(batches):
-    return [
-        (b.tokens.tolist(), b.labels.tolist(), b.positions.tolist(), b.documents.starts.tolist(), b.samples)
-        for step in batches
-        for b in step
-    ]
+    return [(
+        b.tokens.tolist(), b.labels.tolist(), b.positions.tolist(), b.documents.starts.tolist(), b.samples,
+    ) for step in batches for b in step]  # fmt: skip
 
 
 def trained(made, plan, done, ranks=1, workers=0):
@@ -261,16 +259,10 @@ def trained(made, plan, done, ranks=1, workers=0):
     return [[sorted(b.samples) for rank in each for b in rank[k]] for k in range(len(each[0]))], flat(each[0])
 
 
-@pytest.mark.parametrize(
-    ("layout", "live"),
-    further(
-        [
-            (Packed(11), False), (Wrapped(1, 10), True), (Packed(11), True), (Wrapped(1, 10), False),
-            *((layout, live) for layout in (Sorted(13), Padded()) for live in (False, True)),
-        ],
-        2,
-    ),
-)  # fmt: skip
+@pytest.mark.parametrize(("layout", "live"), further([
+    (Packed(11), False), (Wrapped(1, 10), True), (Packed(11), True), (Wrapped(1, 10), False),
+    *((layout, live) for layout in (Sorted(13), Padded()) for live in (False, True)),
+], 2))  # fmt: skip
 def test_any_index_any_ranks_any_workers(layout, live):
     lengths = [1 + i * 7 % T for i in range(60)]
 

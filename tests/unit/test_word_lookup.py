@@ -135,7 +135,7 @@ def test_documents_are_the_same_one_by_one_in_bulk_and_by_words(kind, template, 
         source["model"]["vocab"] = {w: i for w, i in source["model"]["vocab"].items() if "Ð" not in w}
         engine = Tokenizer.from_str(json.dumps(source))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="<|im_end|>")
-    answers = [text for text in (*ANSWERS, *texts(60, 1)) if text.strip()]
+    answers = [text for text in (*ANSWERS, *texts(20, 1)) if text.strip()]
     turns = [(("user", "Question?\n"), ("assistant", a), ("user", b), ("assistant", b)) for a, b in pairwise(answers)]
     rows = [row(*some) for some in turns]
     rows += [part for text in answers for part in (Text(text), Completion(text, f"{text}."), Completion("Q: é", text))]
