@@ -5,6 +5,7 @@ torch is imported where it is used: the checks of the source tree need none.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -34,6 +35,12 @@ settings.load_profile("busy")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """tests/faults first: they fork, and a process that has run a backward pass or a compiler does not fork well."""
     items.sort(key=lambda item: "faults" not in item.path.parts)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported is no garbage: a collection, of which some tests ask for several, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

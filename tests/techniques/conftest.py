@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,13 +13,6 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.utils import counters
 
 from optrush.data.sampler import reading
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _imported() -> None:
-    """What is imported is no garbage: a collection, of which some tests ask for several, need not look at it."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -126,3 +126,20 @@ def refused_in_building(box, with_):
 )
 def test_what_it_refuses_when_it_is_built(box, pair, with_, found):
     assert all(found in said for said in pair(refused_in_building, box, with_))
+
+
+def exchanges(box, with_):
+    """Collectives of one forward and backward pass in compiled blocks."""
+    torch._dynamo.reset()
+    job = assembled(golden_run(box, packed=True, rows=1, tensor={}, bf16={}, compile={}, attention={}, **with_))
+    batches = next(job.batches)
+    job.loss(batches[0]).sum().backward()  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        job.loss(batches[0]).sum().backward()
+    names = ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor")
+    return sum(event.count for event in seen.key_averages() if event.key in names)
+
+
+def test_selective_recompute_repeats_no_collective(box, pair):
+    (plain, *_), (selective, *_) = (pair(exchanges, box, with_) for with_ in ({}, {"selective_recompute": {}}))
+    assert selective == plain > 0

@@ -90,6 +90,6 @@ def test_nothing_fits_and_what_would_is_named():
     ("offload-activations", {"keep": 0}, "keep=0"), ("nf4", {"double": False}, "double=False"),
     ("nf4", {}, "double=True"), ("lora", {}, "rank=16"),
 ])  # fmt: skip
-def test_a_change_lists_what_is_on_and_what_was_turned_off(name: str, options: dict[str, Any], listed: str) -> None:
+def test_a_change_lists_what_is_on_and_what_was_turned_off(name, options, listed):
     text = Edit.of("config", instantiate(ALL, {name: options})[0], 1).options
     assert listed in text.split(", ") and "dropout" not in text
