@@ -9,12 +9,14 @@ import torch
 
 from meshes import further
 from optrush.data.batch import Documents
+from optrush.hardware import parse_hardware
 from optrush.kernels import attention
 from optrush.kernels.attention_shifted import shifted
+from optrush.planner import search
 from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import T
-from trials import apart, assembled, first_gradients, furthest, golden_run, steps
+from trials import apart, assembled, first_gradients, furthest, golden_run, shaped, steps
 
 CLOSE = 1e-5
 BESIDE = {"attention": {}, "recompute": {}, "fused-kernels": {"rope": True}}
@@ -136,3 +138,11 @@ def test_with_adapters_embedding_and_norms_learn(box):
     moved = {t.name for t in job.trained if not torch.equal(t.whole, before[t.name])}
     whole = {"embedding.weight", "norm.weight", *(f"blocks.{i}.norm{n}.weight" for i in (0, 1) for n in (1, 2))}
     assert whole <= moved and all(name in whole or ".adapter." in name for name in moved)
+
+
+def test_the_plan_counts_scores_within_groups():
+    def flop(*withs):
+        (book,), *_ = search.books_of(shaped("llama-3.2-1b", "bf16", "attention", *withs), parse_hardware("h200")[0], 1)
+        return sum(work.flop * work.times for work in book.work if work.name.endswith(".scores"))
+
+    assert flop("longlora:group=256") == pytest.approx(flop() * 256 / 2048) > 0
