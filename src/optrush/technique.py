@@ -402,8 +402,8 @@ class Edit:
     @classmethod
     def of(cls, stage: str, technique: Technique, count: int) -> Edit:
         """Includes active options, defaults among them, and options that were turned off."""
-        given = {f.name: f.default for f in dataclasses.fields(technique)}  # type: ignore[arg-type]
-        chosen = (f"{name}={value}" for name, value in vars(technique).items() if value or value != given[name])
+        default = partial(getattr, type(technique))
+        chosen = (f"{name}={value}" for name, value in vars(technique).items() if value or value != default(name, None))
         return cls(stage, technique.name, count, ", ".join(chosen))
 
     def __str__(self) -> str:
