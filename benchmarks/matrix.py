@@ -146,8 +146,7 @@ def cases() -> Iterator[tuple[dict[str, Any], int]]:
                     yield from ((case.with_, case.ranks) for case in table if isinstance(case, MeshCase))
     golden = importlib.import_module("golden.test_golden")
     yield from ((with_, 2) for with_ in golden.DATA.values())
-    for mark in golden.test_one_kernel_at_a_time.pytestmark:
-        yield from ((with_, 1) for with_ in mark.args[1] if mark.args[0] == "with_")
+    yield from ((with_, 1) for with_ in golden.KERNELS)
 
 
 def proven() -> set[tuple[str, str]]:

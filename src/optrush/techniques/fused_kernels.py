@@ -148,7 +148,8 @@ class FusedKernels(Technique):
             routed = False  # their weights multiply the output of `down`
             yield from _uncopied()
         kernel = not quack or routed
-        recomputed = quack and not routed if frozen or routed else not (Part.LINEARS in env.claimed or _rerun(env))
+        called = bool({Part.LINEARS, Part.TP} & env.claimed) or _rerun(env)  # the last linear, which saves its input
+        recomputed = quack and not routed if frozen or routed else not called
         adapted = {name for name, linear in env.spec.linears.items() if linear.adapter_rows}
         if recomputed:
             yield live("saved.product", reason, gone=True)
