@@ -49,6 +49,16 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["OPTRUSH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _processor() -> Iterator[None]:
+    """What is chosen for a processor without matrix units is chosen on any machine that runs these tests."""
+    from optrush import hardware
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "_cpuinfo", lambda: "model name : one without matrix units\nflags : avx2\n")
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _pages(request: pytest.FixtureRequest) -> Iterator[None]:
     """A run's report is empty where no test looks at it: drawing takes as long as the tiny run itself."""

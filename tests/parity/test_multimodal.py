@@ -177,7 +177,7 @@ def test_text_of_a_whole_model(case, flat, wholes, tmp_path):
     want, loss = reference_alone(theirs, batch)
     found = [part for row, n in zip(logits, ROWS, strict=True) for part in torch.split(row[: sum(n)], n)]
     for a, b in zip(found, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)  # processors sum in other orders
     theirs.zero_grad()
     loss.backward()
     ours.head(hidden, batch.labels).backward()
