@@ -7,6 +7,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -290,6 +291,77 @@ def test_what_is_under_way_and_how_long_ranks_wait_is_torchs_order(schedule):
                     most = max(most, held)
                 full = schedule != "zero-bubble" or many > size  # it begins with fewer on its first ranks
                 assert (most / t.each == t.in_flight(rank, many)) if full else (most / t.each <= size), (size, many)
+
+
+def exchanging(t, many, stream):
+    """The share of the time in which a rank waits, with sends and receives in torch's order.
+
+    Of a rank, passes run one after another, and so do the transfers of one stream. A transfer also follows the passes
+    that are called before it, and ends when it has begun on both ranks.
+
+    stream: the name of a transfer's stream, by its two ranks.
+    """
+    stages = [SimpleNamespace(num_stages=2 * t.size, group_size=t.size, group_rank=0, submod=None, stage_index=n)
+              for n in range(2)]  # fmt: skip
+    owner = {stage: rank for rank in range(t.size) for stage in t.mine(rank)}
+    made = get_schedule_class(CLASSES[t.schedule][0])(stages, many, loss_fn=lambda a, b: a)
+    queues = {}  # of what is done, what it needs, and how long it takes
+    for rank, actions in made.pipeline_order_with_comms.items():
+        called = []
+        for a in actions:
+            way, _, kind = a.computation_type.value.rpartition("_")
+            stage, number = a.stage_index, a.microbatch_index
+            if not way and kind in LENGTH:
+                other = {"F": stage - 1, "W": stage}.get(kind, stage + 1)
+                far = owner.get(other, rank) != rank
+                needs = [("F" if kind == "F" else "B", other, stage, number)] if far else []
+                called = [(kind, stage, number)]
+                queues.setdefault(rank, []).append((*called, needs, LENGTH[kind]))
+            elif way in ("SEND", "RECV"):
+                other = stage + 1 if (way == "SEND") == (kind == "F") else stage - 1
+                item = (kind, *((stage, other) if way == "SEND" else (other, stage)), number)
+                queues.setdefault((rank, stream(rank, owner[other])), []).append((item, called, 0))
+    done, begun, clock = {}, {}, dict.fromkeys(queues, 0)
+    while any(queues.values()):
+        state = sum(map(len, queues.values())), sum(map(len, begun.values()))
+        for name, queue in queues.items():
+            while queue and all(need in done for need in queue[0][1]):
+                item, needs, length = queue[0]
+                if item not in done:
+                    begun.setdefault(item, {})[name] = max([clock[name], *(done[need] for need in needs)])
+                    if len(item) == 4 and len(begun[item]) < 2:
+                        break
+                    done[item] = max(begun[item].values()) + length
+                clock[name] = done[item]
+                queue.pop(0)
+        assert state != (sum(map(len, queues.values())), sum(map(len, begun.values()))), "each waits for another"
+    return 1 - 3 * t.each * many / max(clock.values())
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+def test_transfers_of_one_pair_of_ranks_do_not_wait_for_those_of_another(schedule):
+    for size in (2, 3, 4):
+        t = Pipeline(size, schedule)
+        for many in (2 * size, 4 * size):
+            paired = exchanging(t, many, lambda *ranks: frozenset(ranks))
+            assert paired == pytest.approx(t.bubble(many)), (size, many)
+            whole = exchanging(t, many, lambda *ranks: "one stream")
+            assert (whole > 1.4 * paired) if size > 2 else (whole == paired), (size, many)
+
+
+def pairs_of(rank_box, with_):
+    job = assembled(golden_run(rank_box, packed=True, rows=1, **with_))
+    run = job.forward_backward.__self__
+    list(steps(job, 1))
+    (schedule,) = run.made.values()
+    ops = schedule._stage.get_bwd_recv_ops(0) + schedule._stage.get_fwd_recv_ops(0)
+    return [(op.peer, sorted(dist.get_process_group_ranks(op.group))) for op in ops]
+
+
+def test_each_pair_of_ranks_has_its_own_group(deep, quad):
+    for rank, found in enumerate(quad(pairs_of, deep, {"pipeline": {"size": 4}})):
+        assert {peer for peer, _ in found} == {rank - 1, rank + 1} & set(range(4))
+        assert all(group == sorted((rank, peer)) for peer, group in found)
 
 
 @pytest.mark.parametrize("schedule", list(CLASSES))
