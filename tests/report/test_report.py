@@ -235,9 +235,11 @@ def test_a_run(trained: Path, predicted: SimpleNamespace) -> None:
         "Step 200: the damaged checkpoint step-000200 was passed over: a hash differs",
         "Step 100: went on with another optim.lr: 0.002 -&gt; 0.001",
         "Step 300: the save failed, and training went on: no space left on device",
+        "Step 300: workers left: 3", "Step 300: beside steps: 12 % of the time",
         "T x V in float32, &lt;b&gt;twice&lt;/b&gt;", "−9.1 %", "objective: sft",
     ):  # fmt: skip
         assert said in page, said
+    assert "own figure:" not in page and "eval own:" not in page, "an objective's metrics are no events"
     for heading in ("Loss", "Speed", "Peak memory", "Learning rate", "Gradient norm", "Waiting for data"):
         assert f"<h3>{heading}</h3>" in page
 
@@ -334,7 +336,7 @@ def test_a_peak_of_another_kind_is_not_compared(trained: Path, predicted: Simple
 def test_a_damaged_line_before_the_last(trained: Path) -> None:
     with (trained / "metrics.jsonl").open("a") as file:
         file.write('\n{"step": 420, "loss": 2.0}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:49"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl:50"):
         run.load_run(trained)
     with pytest.raises(DataError):
         report.write_run(trained)

@@ -45,7 +45,7 @@ def trained(run, resume=None):
 
 def options(name):
     """What a technique of STEPPING needs beside it: (with, sets)."""
-    with_ = {name: {}}
+    with_ = {name: {"use": "torch.optim:Adagrad"} if name == "own-optimizer" else {}}
     sets = ["optim.clip=null", f"batch.micro_tokens={T * 8}"] if name == "update-in-backward" else []
     return {k.replace("-", "_"): v for k, v in with_.items()}, sets
 
