@@ -135,12 +135,14 @@ def _metrics() -> list[dict[str, Any]]:
             {
                 "step": step, "loss": loss, "lr": 2e-3 * min(1, step / 40) * (1 - step / 450),
                 "grad_norm": 1 + 9 / step, "tokens": 4000, "target_tokens": 3100, "step_s": 0.5,
-                "tokens_per_s": 8000.0 + step % 70, "mfu": None, "own_figure": 1.5, "peak_bytes": int(1.1 * GIB) + step * 1000,
-                "memory_kind": "rss", "data_wait_s": 0.06, "skipped": step // 200,
+                "tokens_per_s": 8000.0 + step % 70, "mfu": None, "peak_bytes": int(1.1 * GIB) + step * 1000,
+                "own_figure": 1.5, "memory_kind": "rss", "data_wait_s": 0.06, "skipped": step // 200,
             }
         )  # fmt: skip
         if step % 100 == 0:
-            lines.append({"step": step, "eval_loss": 2.4 + 5.9 * 0.985**step, "eval_target_tokens": 9120, "eval_own": 2.5})
+            lines.append(
+                {"step": step, "eval_loss": 2.4 + 5.9 * 0.985**step, "eval_target_tokens": 9120, "eval_own": 2.5}
+            )
     lines.append({"step": 200, "passed_over": [{"checkpoint": "step-000200", "reason": "a hash differs"}]})
     lines.append({"step": 100, "changed": {"optim.lr": "0.002 -> 0.001"}})
     lines.append({"step": 300, "save_failed": "no space left on device"})
