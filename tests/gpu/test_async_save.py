@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from optrush.config import parse_config
+from optrush.hardware import HostMemory
 from optrush.optim.adamw import AdamW
 from optrush.trainer.checkpoint import Meta, Saver, find_checkpoints, slices, verify
 from optrush.trainer.distributed import World
@@ -26,7 +27,7 @@ def test_the_copy_is_of_the_step_that_was_saved(tmp_path):
     optimizer = AdamW(trained, config.optim, fused=False)
     job: Any = SimpleNamespace(
         config=config, world=World(0, 1, DEVICE), trained=trained, optimizer=optimizer, state={},
-        counts=lambda t: True, storage=Storage(),
+        counts=lambda t: True, storage=Storage(), host_memory=HostMemory(None),
     )  # fmt: skip
     saver, results = Saver(job), []
     saver.settled = lambda step, failure: results.append((step, failure))

@@ -26,6 +26,7 @@ data: {sample: recipes, max_samples: 60, too_long: split}
 batch: {seq: 512, tokens: 4096, micro_tokens: 2048}
 optim: {lr: 1e-3, schedule: constant, warmup: 0}
 train: {steps: 6}
+with: {}
 output: unused
 """
 ROUNDINGS = ["nearest", "stochastic", "kahan"]
