@@ -35,7 +35,7 @@ LINES = {
     "data": 10165,
     "trainer": 7950,
     "models": 9060,
-    "techniques": 5825,
+    "techniques": 5835,
     "kernels": 4926,
     "top": 6605,
     "cli": 4505,
