@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from optrush.hardware import NAMED
 from optrush.planner import baseline
 from optrush.planner.ledger import line_bytes, peak_memory
 from optrush.techniques import ALL
-from optrush.techniques.pipeline import CLASSES, Pipeline, _balanced, head_in_blocks
+from optrush.techniques.pipeline import CHANNELS, CLASSES, Pipeline, _balanced, head_in_blocks
 from optrush.trainer.trainer import evaluate
 from techniques.test_mesh import half, other_half
 
@@ -347,6 +348,16 @@ def test_transfers_of_one_pair_of_ranks_do_not_wait_for_those_of_another(schedul
             assert paired == pytest.approx(t.bubble(many)), (size, many)
             whole = exchanging(t, many, lambda *ranks: "one stream")
             assert (whole > 1.4 * paired) if size > 2 else (whole == paired), (size, many)
+
+
+@pytest.mark.parametrize(("kind", "axes", "given", "left"), [
+    ("cuda", {"pp": 2}, None, "4"), ("cuda", {"pp": 2}, "16", "16"), ("cuda", {"pp": 2, "cp": 2}, None, None),
+    ("cpu", {"pp": 2}, None, None),
+])  # fmt: skip
+def test_transfers_leave_multiprocessors_to_matmuls(monkeypatch, kind, axes, given, left):
+    monkeypatch.setattr(os, "environ", {CHANNELS[0]: given} if given else {})
+    changes = Pipeline().process(SimpleNamespace(device=SimpleNamespace(kind=kind), axes=axes))
+    assert (os.environ.get(CHANNELS[0]), changes) == (left, int(left == "4"))
 
 
 def pairs_of(rank_box, with_):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,8 @@ from optrush.planner.ledger import WAYS, Line, Match, Rule, WorkItem, add, cut, 
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 ELSE = "leave pipeline out"
+# Of a transfer between two ranks; a waiting one occupies as many multiprocessors (benchmarks/results/2xh200-pipeline).
+CHANNELS = "NCCL_MAX_P2P_NCHANNELS", "4"
 # torch.distributed.pipelining's schedules for training, and for forward passes, which may be fewer than the stages.
 CLASSES = {
     "1f1b": ("1F1B", "GPipe"),
@@ -191,6 +194,13 @@ class Pipeline(Technique):
         yield Requirement("dp" not in env.sharded, asked, found, f"{do}, or ddp")
         found = "compiled blocks, whose backward passes cannot be split"
         yield Requirement(Part.COMPILED not in env.claimed, asked, found, do)
+
+    def process(self, env: Environment) -> int:
+        name, value = CHANNELS
+        if env.device.kind != "cuda" or "cp" in env.axes or name in os.environ:  # a ring's transfers fill the links
+            return 0
+        os.environ[name] = value
+        return 1
 
     def split(self, trainer: Trainer) -> int:
         from optrush.models.decoder import Decoder
