@@ -41,8 +41,8 @@ def test_the_plan_is_near_what_was_measured(record):
     assert not wrong
 
 
-TWO = {"2xh200-tensor": "llama-3.1-8b", "2xh200-pipeline": "llama-3.1-8b", "2xh200-experts-lora": "qwen3-30b-a3b",
-       "2xh200-experts-full": "qwen3-30b-a3b"}  # fmt: skip
+TWO = {"2xh200-tensor": "llama-3.1-8b", "2xh200-pipeline": "llama-3.1-8b", "2xh200-fp8": "llama-3.1-8b",
+       "2xh200-experts-lora": "qwen3-30b-a3b", "2xh200-experts-full": "qwen3-30b-a3b"}  # fmt: skip
 
 
 @pytest.mark.parametrize("record", TWO)
