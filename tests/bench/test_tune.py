@@ -1,6 +1,7 @@
 """`optrush tune`: what is measured, what is refused and why, going on, the budget; one tuning with real processes."""
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -66,6 +67,8 @@ def test_the_fastest_setting_that_is_proved_is_written(call, fakes, planned, mon
     assert parse_config(text, "tuned") == parse_config(yaml.safe_dump(given), "given")
     again = call("tune", "run.yaml")
     assert again.code == 0 and fakes.started == [] and "setting 1          " in again.out
+    peaks = dict(re.findall(r"^(setting \d) .* (\d\.\d\d)  (?:taken|refused)", again.out, re.MULTILINE))
+    assert peaks["setting 1"] == peaks["setting 3"] == "0.93" and peaks["setting 4"] != "0.93", "measured, else planned"
     assert again.out.splitlines()[-2:] == [text.splitlines()[0][len(tune.MARK) :], "next: optrush train run.tuned.yaml"]
     assert len(read_records(Path("run.tuned"))) == 7
 

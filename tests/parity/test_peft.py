@@ -409,7 +409,7 @@ def test_split_weights(folders, tmp_path, family, implementation, init, more):
     init_option = {"init": {"init": init, **more}}
     text = ("all", f"model.implementation={implementation}")
     job = assembled(run(folder, tmp_path / "run", *text, **init_option))
-    assert job.adapters_disabled is None
+    assert job.adapters_disabled is None and job.fingerprints["adapters"].endswith(f", init {init}")
     assert apart(ours_of(job, BATCH)[REAL], untrained[REAL]) < 1e-5, "it begins as the model itself"
     pieces = dict(
         part for n, p in job.model.named_parameters() if n in job.weight_map.entries

@@ -71,6 +71,8 @@ def test_a_ladder(ladder: Ladder, bench: Callable[..., Path]) -> None:
         "optrush bench benchmarks/llama1b.yaml --ladder single-gpu --out runs/ladder --repeats 3",
     ):  # fmt: skip
         assert said in page, said
+    gains = page[page.index('id="gains"') : page.index('id="predicted"')]
+    assert gains.count("begins here") == 2 and "×3.40" in gains, "the baseline alone, drawn and told"
     assert page.index("native decoder") < page.index("fused loss") < page.index("Tokens per second"), "trouble first"
     for name in ("speed.png", "memory.png"):
         picture = (folder / name).read_bytes()

@@ -100,7 +100,7 @@ def evaluated(box, with_):
 
 
 @pytest.mark.parametrize(
-    "with_", further([TWICE, ONE, ONE | {"fsdp": {}}, ZERO, TWICE | {"fsdp": {"stage": 2}}], 1), ids=str
+    "with_", further([ZERO, TWICE, ONE, ONE | {"fsdp": {}}, TWICE | {"fsdp": {"stage": 2}}], 1), ids=str
 )
 def test_an_evaluation_is_that_of_one_process(deep, pair, quad, with_):
     *close, targets, flops = evaluated(deep, LORA)

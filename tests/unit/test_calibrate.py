@@ -384,6 +384,17 @@ def test_a_datasheet_is_what_it_was():
     assert cpu is not None and cpu.bytes_s == pytest.approx(4e12 * cost.MOVING["cpu"])
 
 
+def test_links_slow_matmuls_beside_them_by_half_at_most():
+    """Of a second of matmuls and n seconds of links; those as fast as NVLink take half of their own time from them."""
+    known_rates = cost.device_rates(H200, fake(), SHAPE, 2048)
+    assert known_rates is not None
+    rates, begun = dataclasses.replace(known_rates, link_bytes_s=cost.DISTURBING), cost.MICRO_S + cost.STEP_S
+    for links_s, found_s in ((0.0, 1.0), (0.5, 1.25), (1.0, 1.5), (1.4, 1.5), (2.0, 2.0)):
+        link = WorkItem("gather", "", "micro", unit="link", values=links_s * cost.DISTURBING, role="byte")
+        book = apply_rules([WorkItem("forward.down", "", "micro", 4e14), link], BFLOAT16, [])
+        assert cost.step_seconds(book, H200, 1.0, rates) == pytest.approx(found_s + begun, rel=1e-3), links_s
+
+
 def test_an_unknown_device_is_known_once_it_was_measured():
     device = hardware.Device("cuda", "NVIDIA L40S", (8, 9), None)
     assert cost.device_rates(device) is None
