@@ -490,3 +490,4 @@ def test_a_long_list_of_names_is_not_printed():
     assert {*re.findall("`([^`]+)`", page)} >= known.keys()
     assert nearest("zzz", map(str, range(99))).endswith("; 94 more exist")
     assert nearest("zzz", ["a", "b"]) == "known: a, b"
+    assert nearest("loar", ["loader", "lora"]) == "did you mean `lora`?"
