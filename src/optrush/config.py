@@ -679,7 +679,8 @@ MOST_LISTED = 50  # names in a message
 def nearest(name: str, known: Iterable[str], page: str = "") -> str:
     """Return a hint for an unknown name: the nearest known one, the list, or the nearest of a list on a page."""
     names = {k.lower(): k for k in sorted(known)}
-    close = difflib.get_close_matches(name.lower(), names, 1, 0.6)
+    swapped = [k for k in names if sorted(k) == sorted(name.lower())]  # `loar` is lora, not loader
+    close = swapped or difflib.get_close_matches(name.lower(), names, 1, 0.6)
     if not close and len(names) > MOST_LISTED:
         near = ", ".join(names[k] for k in difflib.get_close_matches(name.lower(), names, 5, 0.0))
         return f"nearest: {near}; {f'all {len(names)} are in {page}' if page else f'{len(names) - 5} more exist'}"

@@ -41,7 +41,7 @@ def open_run(place: Path) -> tuple[Path, Config]:
     folder = place.parent if place.name == RUN else place
     file = folder / RUN
     if not file.exists():
-        found = f"no {RUN} in it" if folder.is_dir() else "no such folder"
+        found = f"no {RUN} in it" if folder.is_dir() else "a file" if folder.exists() else "no such folder"
         raise ConfigError(f"the run {place}", found, "name a folder written by `optrush train`")
     try:
         text = read_text(file)

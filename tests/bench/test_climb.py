@@ -243,7 +243,8 @@ def test_refusals(call, fakes):
     ):
         found = climb(call, rungs=rungs)
         assert found.code == 2 and said in found.err, found.err
-    assert "no such ladder or file" in call("bench", "run.yaml", "--ladder", "everest", "--out", "out").err
+    said = call("bench", "run.yaml", "--ladder", "everest", "--out", "out").err
+    assert "no such ladder or file" in said and "single-gpu; or name a YAML file" in said
     assert climb(call, "--resume").code == 2
     assert not Path("out").exists() and fakes.started == []
     Path("out").mkdir()

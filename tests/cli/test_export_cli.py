@@ -206,6 +206,8 @@ def test_damaged_checkpoints_are_passed_over(call, trained):
 def test_what_is_refused(call, trained, here):
     assert "no such folder" in refused(call, "nowhere")
     assert "no run.yaml in it" in refused(call, ".")
+    (here / "rows.jsonl").write_text("")
+    assert "found: a file" in refused(call, "rows.jsonl")
     assert "there are: step-000006, step-000004, step-000002" in refused(call, "run", "--checkpoint", "3")
     (here / "full").mkdir()
     (here / "full" / "notes").write_text("")

@@ -531,6 +531,9 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "sft of random": (["--model", "tiny", "--data", "random", "--objective", "sft"], ("`objective: sft` on", "random")),
     "text on a shape": (["--model", "shape:llama-3.2-1b", "--data", "chat.jsonl"], ("a shape has no tokenizer",)),
     "no such technique": ([*SAMPLE, "--with", "pakcing"], ("the technique `pakcing`", "did you mean `packing`?")),
+    "dpo of chats": (["--model", "tiny", "--data", "chat.jsonl", "--objective", "dpo"], ("1 is not a pair",)),
+    "sft of pairs": (["--model", "tiny", "--data", "pairs.jsonl", "--objective", "sft"], ("pairs.jsonl:1",)),
+    "grpo of text": (["--model", "tiny", "--data", "text.jsonl", "--objective", "grpo"], ("text.jsonl:1",)),
     "output full": ([*SAMPLE, "--output", "full"], ("the output full", "not empty", "name another folder")),
     "output a file": ([*SAMPLE, "--output", "chat.jsonl"], ("the output chat.jsonl", "a file, not a folder")),
     "output empty": ([*SAMPLE, "--output", ""], ("the output ''", "no name")),
@@ -543,6 +546,8 @@ def test_refused(name, call, here):
     (here / "full").mkdir()
     (here / "full" / "thesis.txt").write_text("years of work")
     write_rows(here / "bad.jsonl", [{"prompt": "Hm"}])
+    write_rows(here / "pairs.jsonl", [{"prompt": "Hm", "chosen": " a", "rejected": " b"}])
+    write_rows(here / "text.jsonl", [{"text": "Stir well."}])
     refused(call("init", *flags), *says)
 
 

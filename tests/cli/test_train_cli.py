@@ -108,7 +108,8 @@ def test_resume_auto_begins_where_nothing_is(call, write, here):
     config = write(train={"steps": 2})
     assert call("train", config, "--resume", "auto").code == 0
     before = (here / "out" / "metrics.jsonl").read_text()
-    assert call("train", config, "--resume", "auto").code == 0
+    again = call("train", config, "--resume", "auto")
+    assert again.code == 0 and "all 2 steps are done; to train more, raise train.steps" in again.err
     assert (here / "out" / "metrics.jsonl").read_text() == before
 
 

@@ -282,6 +282,9 @@ def test_model_folder(call, write, model, here):
     folder = here / "m"
     folder.mkdir()
     refused(call("train", write(model="m")), "the model m", "a folder without config.json", "Hugging Face")
+    (folder / "adapter_config.json").write_text("{}")
+    refused(call("train", write(model="m")), "the model m", "an adapter", "optrush export RUN --out DIR")
+    (folder / "adapter_config.json").unlink()
     (here / "m" / "model").mkdir()
     (here / "m" / "model" / "config.json").write_text("{}")  # a run's folder
     refused(call("train", write(model="m")), "the model m", "a folder without config.json", "name m/model")
@@ -387,6 +390,17 @@ def test_output_that_is_not_empty(files, clean, says, call, write, here):
     assert {p.name: p.read_text() for p in (here / "out").iterdir()} == files
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_checkpoint_that_is_not_there(finished, call, write, here):
+    """It is the flag that is wrong, not the output folder."""
+    config = write()
+    if finished:
+        (here / "out").mkdir()
+        shutil.copy(config, here / "out" / "run.yaml")
+    says = ("the checkpoint none/step-000001", "no such folder", "--resume auto")
+    refused(call("train", config, "--resume", "none/step-000001"), *says, output=None)
+
+
 def test_output_that_is_a_file(call, write, here):
     (here / "out").write_text("a file")
     refused(call("train", write()), "`output: out`", "out is not a folder", "use another `output`", output=None)
@@ -476,3 +490,4 @@ def test_a_long_list_of_names_is_not_printed():
     assert {*re.findall("`([^`]+)`", page)} >= known.keys()
     assert nearest("zzz", map(str, range(99))).endswith("; 94 more exist")
     assert nearest("zzz", ["a", "b"]) == "known: a, b"
+    assert nearest("loar", ["loader", "lora"]) == "did you mean `lora`?"

@@ -295,8 +295,8 @@ def find_ladder(name: str, config: Config) -> Ladder:
     by_name = [path for folder in (FOLDER, CHECKOUT) if (path := folder / f"{name}.yaml").is_file()]
     path = by_name[0] if by_name else Path(name)
     if path.is_dir() or not path.exists():
-        known = [*shipped(), "or a YAML file"]
-        raise ConfigError(f"--ladder {name}", "no such ladder or file", nearest(name, known))
+        do = f"{nearest(name, shipped())}; or name a YAML file"
+        raise ConfigError(f"--ladder {name}", "no such ladder or file", do)
     try:
         text = read_text(path)
     except UnicodeDecodeError as error:

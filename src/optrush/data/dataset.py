@@ -53,6 +53,7 @@ from optrush.data.schema import (
     Row,
     RowLocation,
     Text,
+    check_kind,
     parts_of,
     row_rules,
 )
@@ -563,7 +564,7 @@ class _Reading:
         first = list(islice((entry for entry in rows if entry[2] is not None), most))
         for _, where, row, _ in first:
             if not isinstance(row, DataError | None):
-                self.maker.suits(2 if isinstance(row, Pair) else 1, where)
+                check_kind(self.config.objective, isinstance(row, Pair), where)
         parts = [part for _, _, row, _ in first if isinstance(row, Row) for part in parts_of(row)]
         if any(isinstance(part, Completion) for part in parts) and self.maker.tokens.has_template():
             named: dict[str, str] = {name: key for key, name in d.columns.items()}

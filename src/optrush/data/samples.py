@@ -19,11 +19,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from optrush.config import PAIRED, Config
+from optrush.config import Config
 from optrush.data import tokenize
 from optrush.data.chat_template import Tokens
 from optrush.data.images import COLUMNS
-from optrush.data.schema import Document, RowLocation
+from optrush.data.schema import Document, RowLocation, check_kind
 from optrush.data.strict_json import quoted
 from optrush.data.tokenize import BadRow, Parsed, Shard
 from optrush.errors import DataError
@@ -524,7 +524,8 @@ class Maker:
             found = f"token {shard.highest}, but the model has {self.vocab} tokens"
             raise DataError(f"to embed the tokens of {', '.join(map(str, shelf.files[:3]))}", found, do)
         if len(shard):
-            self.suits(shard.parts, RowLocation(shelf.files[shard.files[0]], int(shard.lines[0])))
+            where = RowLocation(shelf.files[shard.files[0]], int(shard.lines[0]))
+            check_kind(self.config.objective, shard.parts > 1, where)
         first = refused[0][0] if refused and d.bad_rows == "error" else shelf.total
         if T is not None and d.too_long == "error":
             long = np.flatnonzero(shard.lengths() > T)[:1]
@@ -537,16 +538,6 @@ class Maker:
             raise DataError(asked, found, do if QUARANTINE in do else f"{do}; or set bad rows aside: {QUARANTINE}")
         if shelf.total >= tokenize.EARLY_rows:
             tokenize.check_bad_share([row for _, row in shelf.refused], shelf.total, d.most_bad)
-
-    def suits(self, parts: int, where: RowLocation) -> None:
-        """Raise DataError if the objective cannot learn from a row of `parts` documents."""
-        asked, pairs = f"`objective: {self.config.objective}`", self.config.objective in PAIRED
-        if parts > 1 and not pairs:
-            do = "use rows of messages, of prompt and completion, or of text; or set objective: dpo"
-            raise DataError(asked, f"a pair of a chosen and a rejected answer at {where}", do)
-        if parts == 1 and pairs:
-            found = f"the row at {where} is not a pair of a chosen and a rejected answer"
-            raise DataError(asked, found, 'use rows {"prompt": ..., "chosen": ..., "rejected": ...}')
 
 
 # --- Summaries in words.

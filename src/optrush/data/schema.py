@@ -297,11 +297,24 @@ def parse_row(
         row = _row(found, sign, rules, unread)
         if rules.objective == JUDGED:
             row = _judgement(row, label)
+        if rules.objective == "grpo" and isinstance(row, Text):
+            raise _Bad("a text without a prompt and an answer", "use rows of prompt and completion, or of messages")
         if keys := found.keys() - READ[sign]:
             _refuse_foreign(found, keys, sign, row, unread)
         return row
     except _Bad as bad:
         raise bad_row(where, str(bad), bad.do or (sign and _hint(found, sign)) or MEND) from None
+
+
+def check_kind(objective: str, pair: bool, where: RowLocation) -> None:
+    """Raise DataError if the objective cannot learn from a row that is a pair, or from one that is not."""
+    asked, pairs = f"`objective: {objective}`", objective in PAIRED
+    if pair and not pairs:
+        do = "use rows of messages, of prompt and completion, or of text; or set objective: dpo"
+        raise DataError(asked, f"a pair of a chosen and a rejected answer at {where}", do)
+    if pairs and not pair:
+        found = f"the row at {where} is not a pair of a chosen and a rejected answer"
+        raise DataError(asked, found, 'use rows {"prompt": ..., "chosen": ..., "rejected": ...}')
 
 
 def has_answer(found: dict[str, Any], rules: RowRules) -> bool:

@@ -56,6 +56,9 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
     check_model_files(folder, FILES)
     file = folder / "config.json"
     if not file.is_file():
+        if (folder / "adapter_config.json").is_file():
+            do = "name the run's `model`, which contains it, or merge it with `optrush export RUN --out DIR`"
+            raise ConfigError(f"the model {folder}", "an adapter, without the weights of its base", do)
         exported = folder / "model"
         do = f"name {exported}" if (exported / "config.json").is_file() else "name a Hugging Face model's folder"
         raise ConfigError(f"the model {folder}", "a folder without config.json", do)

@@ -180,6 +180,7 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     text = yaml_text(tree, file, device, techniques, memory, ranks, classes)
     config = parse_config(text, file)
     decide(config, classes, ranks, device)
+    _check_first_row(request.data, config)
     return FirstConfig(text, config, ranks)
 
 
@@ -429,6 +430,16 @@ def _first_row(text: str, sets: Sequence[str], objective: str = "") -> Row | Non
         return parse_row(where, row, replace(rules, objective=objective or usual))
     except DataError as error:
         raise DataError(error.asked, error.found, _COLUMNS.sub(_as_flag, error.do)) from None
+
+
+def _check_first_row(text: str, config: Config) -> None:
+    """Raise DataError if the run could not learn from the first row of the data."""
+    from optrush.data.readers import read_rows
+    from optrush.data.schema import Pair, check_kind, parse_row, row_rules
+
+    if not _built_in(text):
+        where, row = next(read_rows(Path(text).expanduser(), config.data.reading))
+        check_kind(config.objective, isinstance(parse_row(where, row, row_rules(config)), Pair), where)
 
 
 _COLUMNS = re.compile(r"data\.columns: (\{.*?\})")

@@ -98,7 +98,8 @@ def folder_kind(folder: Path) -> str:
         return "bench"
     if (folder / run.RUN).exists():
         return "run"
-    found = f"it has neither {record.RECORDS} nor {run.RUN}" if folder.is_dir() else "no such folder"
+    missing = "a file" if folder.exists() else "no such folder"
+    found = f"it has neither {record.RECORDS} nor {run.RUN}" if folder.is_dir() else missing
     do = "name a folder that `optrush bench` or `optrush train` has written"
     raise ConfigError(f"a report of {folder}", found, do)
 

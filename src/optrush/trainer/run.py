@@ -157,7 +157,9 @@ def run(request: RunRequest) -> Outcome:
             stack.enter_context(copier)
         if main:
             begins = request.resume == "auto" and manifest is None
-            trainer.notes += filter(None, [unjoinable(), "no checkpoint to resume from: step 1" * begins])
+            ended = f"all {plan.total} steps are done; to train more, raise train.steps or train.epochs"
+            begun = "no checkpoint to resume from: step 1" * begins or ended * (plan.done == plan.total)
+            trainer.notes += filter(None, [unjoinable(), begun])
             trainer.notes += idle_settings(config, plan.total, trainer.evaluation is not None)
             console.err.print("\n".join([*request.resolved.lines(), trainer.describe()]), markup=False)
         stack.enter_context(stop_signals(trainer))
@@ -185,6 +187,8 @@ def check_run_output(resolved: Decided, resume: Literal["auto"] | Path | None) -
         UserError: from `check_tracker`, `run_dir.check_inputs` or `run_dir.check_free`.
     """
     config = resolved.config
+    if isinstance(resume, Path) and not resume.exists():
+        raise ConfigError(f"the checkpoint {resume}", "no such folder", "resume from the newest one: --resume auto")
     run_dir.check_local(f"`output: {config.output}`", config.output)
     check_tracker(config)
     copies.check_copies(config, resume)
@@ -670,10 +674,8 @@ class Session:
         for reporter in self.reporters:
             reporter.status = "stopped"
         if self.bar is not None:
-            saved = (
-                "stopped and saved; resume with: --resume auto" if self.meter.last else "stopped before the first step"
-            )
-            console.err.print(f"{saved} (output {self.output})", markup=False)
+            saved = "and saved; resume with: --resume auto" if self.meter.last else "before the first step"
+            console.err.print(f"stopped {saved} (output {self.output})", markup=False)
         return Outcome(RESUMABLE, self.output)
 
     def finished(self, begun: float) -> Outcome:
