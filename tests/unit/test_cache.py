@@ -177,7 +177,7 @@ def test_packed_data_counts_as_what_it_holds(here, tokens):
     path = here / "a.jsonl.gz"
     path.write_bytes(gzip.compress(written(here / "a.jsonl").read_bytes()))
     size = path.stat().st_size
-    assert size < 600 < size * tokenize.PACKED and not tokenize.small([path])
+    assert size < 600 < size * tokenize.PACKED and not tokenize.fits_in_memory([path])
     made = list(tokenized(work(tokens, path)))
     assert all(isinstance(m, Path) for m in made) and ids(made) == alone(tokens, here / "a.jsonl")
 

@@ -628,7 +628,7 @@ def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
     raise DataError(asked, "no such file", do)
 
 
-def about(path: str) -> list[str]:
+def description_files(path: str) -> list[str]:
     """Return the names of the files in a folder that are skipped because they describe the data."""
     place = Path(os.path.expanduser(path))
     return sorted({file.name for file in _inside(place)} & ABOUT) if place.is_dir() else []
@@ -732,11 +732,11 @@ def _digests(files: Iterable[Path], cache: Path | None) -> list[str]:
     fresh = False
     for file in files:
         try:
-            key, now = os.path.realpath(file), mark(file)
+            key, now = os.path.realpath(file), file_state(file)
             if known.get(key, [])[:-1] != now:
                 with open_file(file) as content:
                     known[key] = [*now, hashlib.file_digest(content, "sha256").hexdigest()]
-                if mark(file) != now:
+                if file_state(file) != now:
                     raise changed_meanwhile(file)
                 fresh = True
         except OSError as error:
@@ -781,7 +781,7 @@ def changed_meanwhile(file: Path) -> DataError:
     return DataError(f"to read {file}", "it changed during reading", "wait until it is complete, and start again")
 
 
-def mark(file: Path) -> list[int]:
+def file_state(file: Path) -> list[int]:
     """Return numbers that identify the file's state: at least one changes whenever the file does."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns]  # ctime cannot be set back
