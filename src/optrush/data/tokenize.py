@@ -297,8 +297,9 @@ def sweep(folder: Path) -> None:
     """Remove temporary files of killed processes: all from this machine (none may be writing), older ones of others."""
     for path in folder.glob(f"*{TEMPORARY}*"):
         ours = path.name.split(TEMPORARY)[1].rsplit("-", 1)[0] == socket.gethostname()
-        if ours or time.time() - path.stat().st_mtime > STALE_S:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another machine has just finished it
+            if ours or time.time() - path.stat().st_mtime > STALE_S:
+                path.unlink()
 
 
 # --- Rows to shards, in one process.
