@@ -39,7 +39,6 @@ CELLS = {".csv": ",", ".tsv": "\t"}
 TEXT = (".txt", ".md")
 KNOWN = (*LINES, ARRAY, PARQUET, *CELLS, *TEXT)  # all but Parquet may be compressed: .jsonl.zst
 NAMES = f"{', '.join(KNOWN)}, or one of the text kinds with {', '.join(PACKED)}"  # for error messages
-TEXT_ROWS = ("file", "paragraph", "line")
 LONGEST_ROW_bytes = 32 * 2**20
 PIECE_bytes, LEAST_bytes = 2**20, 2**12  # size of one read, and its minimum for a part of a file
 TAKEN_bytes = 2**10  # compressed bytes per decompression call: even zstd expands these to at most 32 MiB
@@ -597,7 +596,7 @@ def find_files(path: str, cache: Path | None = None) -> list[Path]:
         DataError: no file, no known format, or files that do not go together; no such data set, or no network.
         NeedsError: a hub id without the `datasets` library.
     """
-    asked = f"training data from {path}"
+    asked = f"rows from {path}"
     try:
         return _find(str(fetch_remote(asked, path, cache)) if "://" in path else path, asked, cache)
     except OSError as error:
@@ -741,7 +740,7 @@ def _digests(files: Iterable[Path], cache: Path | None) -> list[str]:
                 fresh = True
         except OSError as error:
             do = "check the file and its permissions"
-            raise DataError(f"training data from {file}", error.strerror or str(error), do) from error
+            raise DataError(f"rows from {file}", error.strerror or str(error), do) from error
         digests.append(str(known[key][-1]))
     if memory and fresh:
         settled = time.time_ns() - SETTLED_ns
