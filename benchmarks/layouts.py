@@ -89,7 +89,7 @@ def picture(path: Path, count: int = 24, T: int = 1024, micro_rows: int = 8) -> 
         used = rows.tokens()
         for r in range(len(rows)):
             first = r - r % micro_rows
-            width = packing.snug(int(used[first : first + micro_rows].max()), T) if layout.pad_to_longest else T
+            width = packing.padded_width(int(used[first : first + micro_rows].max()), T) if layout.pad_to_longest else T
             axis.barh(r, width, color="#8883", edgecolor="none")
             at = 0
             for piece in range(rows.starts[r], rows.starts[r + 1]):

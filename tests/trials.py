@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,15 @@ import yaml
 from optrush import files
 from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
+from optrush.data.length_estimate import estimate_fill
 from optrush.decide import Decided, decide
+from optrush.hardware import Device
 from optrush.models.decoder import Decoder
-from optrush.models.shapes import ModelShape
-from optrush.technique import Technique
+from optrush.models.shapes import HF, ModelShape
+from optrush.models.traced import shape_of
+from optrush.planner import baseline
+from optrush.planner.ledger import Ledger
+from optrush.technique import Environment, Technique
 from optrush.techniques import ALL
 from optrush.trainer import checkpoint
 from optrush.trainer import run as fit
@@ -90,6 +96,15 @@ def shaped(
     )
     batch = [f"batch.seq={seq}", f"batch.tokens={rows * seq * windows}", f"batch.micro_tokens={rows * seq}"]
     return parse_config(text, "shaped", [*batch, *sets], withs)
+
+
+def ledgers(
+    config: Config, device: Device, ranks: int, classes: Sequence[type[Technique]] = ALL
+) -> tuple[list[Ledger], Environment, HF]:
+    """The ledger of each rank of a pipeline (one without a pipeline), the environment and the config.json."""
+    decided, lengths = decide(config, classes, ranks, device), estimate_fill(config)
+    env = dataclasses.replace(decided.env, reach=lengths.reach)
+    return baseline.books(decided.techniques, env, shape_of(decided.hf), lengths.padding), env, decided.hf
 
 
 def metrics(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[dict[str, Any]]:

@@ -316,14 +316,21 @@ def test_facts():
 
 def test_unlike():
     ours = {"seen": TRAINED, "fill": 1, "losses": [11.0]}
-    assert list(results.unlike({**ours, "losses": [11.01]}, ours, True)) == []
-    assert "its first loss is 11.1, ours 11" in next(results.unlike({**ours, "losses": [11.1]}, ours, True))
-    assert list(results.unlike({**ours, "losses": [11.1]}, ours, False)) == []  # it draws its own weights
-    assert list(results.unlike({**ours, "losses": [11.1], "fill": 0.9}, ours, True)) == []  # other documents in a step
+    assert list(results.incomparable_reasons({**ours, "losses": [11.01]}, ours, True)) == []
+    assert "its first loss is 11.1, ours 11" in next(
+        results.incomparable_reasons({**ours, "losses": [11.1]}, ours, True)
+    )
+    assert list(results.incomparable_reasons({**ours, "losses": [11.1]}, ours, False)) == []  # it draws its own weights
+    assert (
+        list(results.incomparable_reasons({**ours, "losses": [11.1], "fill": 0.9}, ours, True)) == []
+    )  # other documents in a step
     few = {**TRAINED, "not compared": "10 float32 weights"}
-    assert not [*results.unlike({**ours, "seen": few}, ours, True), *results.unlike(ours, {**ours, "seen": few}, True)]
+    assert not [
+        *results.incomparable_reasons({**ours, "seen": few}, ours, True),
+        *results.incomparable_reasons(ours, {**ours, "seen": few}, True),
+    ]
     states = {**TRAINED, "optimizer states": "uint8"}
-    found = list(results.unlike({**ours, "seen": states}, ours, True))
+    found = list(results.incomparable_reasons({**ours, "seen": states}, ours, True))
     assert found == ["not the same work: optimizer states uint8, ours float32"]
 
 
@@ -344,7 +351,7 @@ def test_what_a_system_tells(tmp_path):
     assert found["losses"] == [5.0, None, 4.0] and found["tokens_per_s"] == [256.0, 512.0]
     assert found["step_s"] == [0.5, 0.25] and found["fill"] == 1
     assert found["targets_per_s"] == (126 / 0.5 + 126 / 0.25) / 2
-    assert results.dead(found["losses"], found["grad_norms"])  # so that the rung is red
+    assert results.dead_step_reason(found["losses"], found["grad_norms"])  # so that the rung is red
     alone = worker.result(fake, work, hardware.NAMED["h100"], 1)["mfu"]
     work.ranks = 2  # the same tokens by two GPUs
     assert worker.result(fake, work, hardware.NAMED["h100"], 1)["mfu"] == pytest.approx(alone / 2)

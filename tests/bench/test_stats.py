@@ -89,7 +89,7 @@ def test_gradients_must_point_where_the_baselines_do(cosine, allowed, ok):
     assert found["ok"] is ok
     if not ok:
         assert found["of"] == "gradients" and found["worst"] == pytest.approx(1 - (cosine or 0))
-        red = results.wrong({**found, "against": "first"}, [4.0, 2.0])
+        red = results.mismatch_reason({**found, "against": "first"}, [4.0, 2.0])
         assert red is not None and red.startswith("wrong: gradients differ by ") and "from `first`" in red
 
 
@@ -110,7 +110,9 @@ def test_different_maths_may_lag_but_not_stand_still_or_go_elsewhere():
     base = series([4.0, 2.0], [1.0, 1.5])
     found = results.compare_series(series([4.0, 3.8], [1.0, 1.0]), base, results.DIFFERENT)
     assert not found["ok"] and found["of"] == "progress"
-    assert "its loss falls by 10% of the fall" in (results.wrong({**found, "against": "first"}, [4.0, 3.8]) or "")
+    assert "its loss falls by 10% of the fall" in (
+        results.mismatch_reason({**found, "against": "first"}, [4.0, 3.8]) or ""
+    )
     assert not results.compare_series(series([4.0, 4.0], [1.0, 1.0]), base, results.DIFFERENT)["ok"]
     flat = series([4.0, 4.0], [1.0, 1.0])
     assert results.compare_series(flat, flat, results.DIFFERENT)["ok"], "nothing to learn, nothing to lag behind"
@@ -138,10 +140,10 @@ def test_adapters_may_lose_a_share_of_the_fall_to_rounding():
 
 def test_wrong():
     bad = {"of": "losses", "tolerance": 1e-4, "worst": 0.5, "ok": False, "against": "base"}
-    assert results.wrong(bad, [1.0]) == "wrong: losses differ by 0.5 (relative) from `base`, allowed 1e-04"
-    assert results.wrong({**bad, "ok": True}, [1.0]) is None and results.wrong(None, [1.0]) is None
-    assert results.wrong(None, [1.0, None]) == "wrong: a loss is not finite"
-    assert "not finite" in str(results.wrong({**bad, "worst": None}, [1.0]))
+    assert results.mismatch_reason(bad, [1.0]) == "wrong: losses differ by 0.5 (relative) from `base`, allowed 1e-04"
+    assert results.mismatch_reason({**bad, "ok": True}, [1.0]) is None and results.mismatch_reason(None, [1.0]) is None
+    assert results.mismatch_reason(None, [1.0, None]) == "wrong: a loss is not finite"
+    assert "not finite" in str(results.mismatch_reason({**bad, "worst": None}, [1.0]))
 
 
 # --- red
@@ -149,55 +151,57 @@ def test_wrong():
 
 def test_slower_than_predicted():
     before = figures(100, 100, speed_=100)
-    assert results.slow(figures(50, 50, speed_=120), before, False) == (
+    assert results.slowdown_reason(figures(50, 50, speed_=120), before, False) == (
         "slower than it may be: 0.50x of `since`, predicted 1.20x"
     )
-    assert results.slow(figures(85, 85, speed_=120), before, False) is None  # within what a prediction may miss
-    assert results.slow(figures(50, 50, speed_=55), before, False) is None  # as predicted
-    assert results.slow(figures(79, 79, speed_=300), before, False)  # held to no more than the speed before
-    assert results.slow(figures(60, 100, speed_=120), before, False) is None  # noise
-    assert results.slow(figures(40, 40, speed_=55), before, True)
-    assert results.slow(figures(51, speed_=120), before, False) is None  # once, it may have been the host
-    assert results.slow(figures(49, speed_=120), before, False)
+    assert (
+        results.slowdown_reason(figures(85, 85, speed_=120), before, False) is None
+    )  # within what a prediction may miss
+    assert results.slowdown_reason(figures(50, 50, speed_=55), before, False) is None  # as predicted
+    assert results.slowdown_reason(figures(79, 79, speed_=300), before, False)  # held to no more than the speed before
+    assert results.slowdown_reason(figures(60, 100, speed_=120), before, False) is None  # noise
+    assert results.slowdown_reason(figures(40, 40, speed_=55), before, True)
+    assert results.slowdown_reason(figures(51, speed_=120), before, False) is None  # once, it may have been the host
+    assert results.slowdown_reason(figures(49, speed_=120), before, False)
 
 
 def test_slower_without_a_prediction():
     before = figures(100, 100)
-    assert results.slow(figures(49, 49), before, False)
-    assert results.slow(figures(51, 51), before, False) is None
-    assert results.slow(figures(49, 49, peak=880), before, False) is None  # it is smaller instead
-    assert results.slow(figures(49, 49), before, True) is None  # one technique less: nobody knows
+    assert results.slowdown_reason(figures(49, 49), before, False)
+    assert results.slowdown_reason(figures(51, 51), before, False) is None
+    assert results.slowdown_reason(figures(49, 49, peak=880), before, False) is None  # it is smaller instead
+    assert results.slowdown_reason(figures(49, 49), before, True) is None  # one technique less: nobody knows
 
 
 def test_no_effect_on_memory():
     before = figures(100, peak=1000, peak_=1000)
-    assert results.idle(figures(100, peak=990, peak_=800), before) == (
+    assert results.no_effect_reason(figures(100, peak=990, peak_=800), before) == (
         "no effect: the peak changed by -10 MiB, predicted -200 MiB"
     )
-    assert results.idle(figures(100, peak=1100, peak_=800), before)  # the other way
-    assert results.idle(figures(100, peak=940, peak_=800), before) is None
-    assert results.idle(figures(100, peak=1000, peak_=950), before) is None  # little was promised
-    assert results.idle(figures(100, peak=1010, peak_=1300), before)  # larger was promised
-    assert results.idle(figures(100, peak=1000), before) is None  # nothing was predicted
+    assert results.no_effect_reason(figures(100, peak=1100, peak_=800), before)  # the other way
+    assert results.no_effect_reason(figures(100, peak=940, peak_=800), before) is None
+    assert results.no_effect_reason(figures(100, peak=1000, peak_=950), before) is None  # little was promised
+    assert results.no_effect_reason(figures(100, peak=1010, peak_=1300), before)  # larger was promised
+    assert results.no_effect_reason(figures(100, peak=1000), before) is None  # nothing was predicted
 
 
 def test_a_resident_set_moves_by_itself():
     before = figures(100, peak=400, peak_=400, kind="rss")
-    assert results.idle(figures(100, peak=400, peak_=340, kind="rss"), before) is None  # 60 MiB
-    assert results.idle(figures(100, peak=400, peak_=330, kind="rss"), before)
+    assert results.no_effect_reason(figures(100, peak=400, peak_=340, kind="rss"), before) is None  # 60 MiB
+    assert results.no_effect_reason(figures(100, peak=400, peak_=330, kind="rss"), before)
 
 
 def test_no_effect_on_speed():
     before = figures(100, peak=1000, speed_=100)
-    assert results.idle(figures(100, peak=1000, speed_=150), before)
-    assert results.idle(figures(90, peak=1000, speed_=150), before)
-    assert results.idle(figures(110, peak=1000, speed_=150), before) is None  # faster, if less so
-    assert results.idle(figures(100, peak=900, speed_=150), before) is None  # it did something
-    assert results.idle(figures(100, peak=1000, speed_=120), before) is None  # little was promised
+    assert results.no_effect_reason(figures(100, peak=1000, speed_=150), before)
+    assert results.no_effect_reason(figures(90, peak=1000, speed_=150), before)
+    assert results.no_effect_reason(figures(110, peak=1000, speed_=150), before) is None  # faster, if less so
+    assert results.no_effect_reason(figures(100, peak=900, speed_=150), before) is None  # it did something
+    assert results.no_effect_reason(figures(100, peak=1000, speed_=120), before) is None  # little was promised
     busy = figures(100, peak=1000, speed_=100, kind="rss")  # a CPU, once: it may have been the host
-    assert results.idle(figures(100, peak=1000, speed_=150, kind="rss"), busy) is None
+    assert results.no_effect_reason(figures(100, peak=1000, speed_=150, kind="rss"), busy) is None
     twice = figures(100, 100, peak=1000, speed_=100, kind="rss")
-    assert results.idle(figures(100, 100, peak=1000, speed_=150, kind="rss"), twice)
+    assert results.no_effect_reason(figures(100, 100, peak=1000, speed_=150, kind="rss"), twice)
 
 
 def judged(after, before, wrong=None, **more):
@@ -233,24 +237,26 @@ def test_verdicts_of_longest_rows():
 
 
 def test_timed_steps_must_learn():
-    assert results.dead([2.0, 1.9], [1.0, 1.0]) is None
-    assert results.dead([2.0, None], [1.0, 1.0]) == "wrong: a timed step's loss or gradient norm is not finite"
-    assert results.dead([2.0, 1.9], [1.0, 0.0]) == "wrong: a timed step has no gradient"
+    assert results.dead_step_reason([2.0, 1.9], [1.0, 1.0]) is None
+    assert (
+        results.dead_step_reason([2.0, None], [1.0, 1.0]) == "wrong: a timed step's loss or gradient norm is not finite"
+    )
+    assert results.dead_step_reason([2.0, 1.9], [1.0, 0.0]) == "wrong: a timed step has no gradient"
 
 
 def test_whoever_behaves_while_watched_is_watched_again():
     proof = {"losses": [2.0, 1.5], "grad_norms": [1.0, 0.9]}
-    assert results.drifted(proof, results.FLOAT32) is None, "records of before know no second look"
+    assert results.drift_reason(proof, results.FLOAT32) is None, "records of before know no second look"
     same, other = {"losses": [2.0], "grad_norms": [1.0]}, {"losses": [2.0], "grad_norms": [0.5]}
-    assert results.drifted({**proof, "again": same}, results.FLOAT32) is None
-    assert "gradient norms differ" in (results.drifted({**proof, "again": other}, results.FLOAT32) or "")
-    assert results.drifted({**proof, "again": {"losses": [None], "grad_norms": [1.0]}}, results.FLOAT32)
+    assert results.drift_reason({**proof, "again": same}, results.FLOAT32) is None
+    assert "gradient norms differ" in (results.drift_reason({**proof, "again": other}, results.FLOAT32) or "")
+    assert results.drift_reason({**proof, "again": {"losses": [None], "grad_norms": [1.0]}}, results.FLOAT32)
     east, north = ({"of": "x", "sums": base64.b64encode(np.float32(v).tobytes()).decode()} for v in ([1, 0], [0, 1]))
     first, turned = {**proof, "gradient": east}, {**same, "gradient": north}
-    assert results.drifted({**first, "again": {**same, "gradient": east}}, results.FLOAT32) is None
-    assert "its gradients differ" in (results.drifted({**first, "again": turned}, results.LOWER) or "")
-    assert results.drifted({**first, "again": turned}, results.LOWER, 0.9)
-    assert results.drifted({**first, "again": turned}, results.LOWER, 1.0) is None, (
+    assert results.drift_reason({**first, "again": {**same, "gradient": east}}, results.FLOAT32) is None
+    assert "its gradients differ" in (results.drift_reason({**first, "again": turned}, results.LOWER) or "")
+    assert results.drift_reason({**first, "again": turned}, results.LOWER, 0.9)
+    assert results.drift_reason({**first, "again": turned}, results.LOWER, 1.0) is None, (
         "as far as it lies from the baseline"
     )
-    assert results.drifted({**first, "again": turned}, results.DIFFERENT) is None
+    assert results.drift_reason({**first, "again": turned}, results.DIFFERENT) is None

@@ -166,9 +166,11 @@ def test_what_a_run_learns_stays():
     assert [r.name for r in rungs[:2]] == ["plain baseline", "as it is"] and len(rungs) > 3 and not notes
     assert rungs[0].config.with_ == learnt
     assert all(tune.kept_techniques(r.config) == learnt for r in rungs)
-    assert all(tune.over(config, r).with_["lora"]["dropout"] == 0.1 for r in rungs), "it is off for the proof alone"
+    assert all(tune.with_rung(config, r).with_["lora"]["dropout"] == 0.1 for r in rungs), (
+        "it is off for the proof alone"
+    )
     assert all(
-        "neftune" not in r.config.with_ and tune.over(config, r).with_["neftune"] == {"alpha": 3.0} for r in rungs
+        "neftune" not in r.config.with_ and tune.with_rung(config, r).with_["neftune"] == {"alpha": 3.0} for r in rungs
     )
     assert any("recompute" not in r.config.with_ for r in rungs[2:]), "what saves memory may go"
     assert all(r.config.model_copy(update={"with_": {}, "batch": config.batch, "train": config.train})

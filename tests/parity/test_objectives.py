@@ -476,8 +476,8 @@ def test_what_was_found_is_kept_and_found_again(folder, tmp_path, monkeypatch):
     dpo_reference.fill_reference(job, prepared)
     assert all(torch.equal(before[t.name], t.parameter) for t in job.trained), "the pass changes nothing"
     first, (path,) = job.stream.reference, (tmp_path / "reference").iterdir()
-    passes, real = [], dpo_reference.passed
-    monkeypatch.setattr(dpo_reference, "passed", lambda *args: passes.append(args) or real(*args))
+    passes, real = [], dpo_reference.compute_reference
+    monkeypatch.setattr(dpo_reference, "compute_reference", lambda *args: passes.append(args) or real(*args))
     assert np.array_equal(filled(run_of(folder, sets=[*sets, "dpo.beta=2", "optim.lr=1"])).stream.reference, first)
     assert not passes, "neither beta nor the rate has to do with it"
     filled(run_of(folder, sets=sets, model="untied"))

@@ -25,7 +25,7 @@ from optrush.trainer import run as fit
 from optrush.trainer.trainer import Trainer
 
 from memory import supposed
-from trials import assembled, first_gradients, golden_run, steps, weights
+from trials import assembled, first_gradients, golden_run, ledgers, steps, weights
 
 CLASSES = ALL
 EIGHT = "blocks.[0-7].*"
@@ -46,13 +46,13 @@ output: unused
 def test_a_checkpoint_has_what_is_trained() -> None:
     shape = ModelShape.read(SHAPES["llama-3.2-1b"])
     frozen = sum(n for name, n in shape.named_parameters() if name.startswith("embedding.") or fnmatchcase(name, EIGHT))
-    ((book,), *_) = search.books_of(run(EIGHT, "embedding.*"), parse_hardware("h200")[0], 1, CLASSES)
+    ((book,), *_) = ledgers(run(EIGHT, "embedding.*"), parse_hardware("h200")[0], 1, CLASSES)
     assert ledger.saved_bytes(book) == pytest.approx((shape.parameters - frozen) * 6)
 
 
 def test_a_tied_head_that_is_frozen_has_no_gradient_to_add() -> None:
     for names, gone in (((EIGHT,), False), ((EIGHT, "embedding.*"), True)):
-        ((book,), *_) = search.books_of(run(*names), parse_hardware("h200")[0], 1, CLASSES)
+        ((book,), *_) = ledgers(run(*names), parse_hardware("h200")[0], 1, CLASSES)
         assert all(line.gone == gone for line in book.lines if "tied" in line.tags)
 
 

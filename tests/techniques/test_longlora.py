@@ -12,11 +12,10 @@ from optrush.data.batch import Documents
 from optrush.hardware import parse_hardware
 from optrush.kernels import attention
 from optrush.kernels.attention_shifted import shifted
-from optrush.planner import search
 from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import T
-from trials import apart, assembled, first_gradients, furthest, golden_run, shaped, steps
+from trials import apart, assembled, first_gradients, furthest, golden_run, ledgers, shaped, steps
 
 CLOSE = 1e-5
 BESIDE = {"attention": {}, "recompute": {}, "fused-kernels": {"rope": True}}
@@ -142,7 +141,7 @@ def test_with_adapters_embedding_and_norms_learn(box):
 
 def test_the_plan_counts_scores_within_groups():
     def flop(*withs):
-        (book,), *_ = search.books_of(shaped("llama-3.2-1b", "bf16", "attention", *withs), parse_hardware("h200")[0], 1)
+        (book,), *_ = ledgers(shaped("llama-3.2-1b", "bf16", "attention", *withs), parse_hardware("h200")[0], 1)
         return sum(work.flop * work.times for work in book.work if work.name.endswith(".scores"))
 
     assert flop() and flop("longlora:group=256") == pytest.approx(flop() * 256 / 2048)

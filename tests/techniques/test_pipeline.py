@@ -21,6 +21,7 @@ from optrush.planner import baseline
 from optrush.planner.ledger import line_bytes, peak_memory
 from optrush.techniques import ALL
 from optrush.techniques.pipeline import CHANNELS, CLASSES, Pipeline, _balanced, head_in_blocks
+from optrush.trainer import build
 from optrush.trainer.trainer import evaluate
 from techniques.test_mesh import half, other_half
 
@@ -106,6 +107,32 @@ def test_an_evaluation_is_that_of_one_process(deep, pair, quad, with_):
     *close, targets, flops = evaluated(deep, LORA)
     for found in (quad if "fsdp" in with_ else pair)(evaluated, deep, with_ | LORA):
         assert found == (*(pytest.approx(value, rel=1e-5) for value in close), targets, flops)
+
+
+# An error on one rank.
+
+
+def refused_by_one(box):
+    """What each rank says where one alone refuses the model, before its blocks are cut."""
+    real, groups = build.frozen_flops, dist.new_group
+
+    def refuse(model):
+        dist.new_group = None  # whoever called it would wait for the rank that has refused
+        if dist.get_rank() == 1:
+            raise NeedsError("a model", "half of one", "copy it again")
+        return real(model)
+
+    build.frozen_flops = refuse
+    try:
+        assembled(golden_run(box, packed=True, rows=1, **ONE))
+    except NeedsError as error:
+        return error.found
+    finally:
+        build.frozen_flops, dist.new_group = real, groups
+
+
+def test_a_refusal_of_one_rank_leaves_none_waiting(box, pair):
+    assert pair(refused_by_one, box) == ["half of one"] * 2
 
 
 # Checkpoints and exports.

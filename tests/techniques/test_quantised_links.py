@@ -20,7 +20,7 @@ from optrush.trainer import packed_links
 from optrush.trainer.packed_links import Message, Shard
 from optrush.trainer.trainer import evaluate
 
-from trials import assembled, first_gradients, golden_run, shaped, steps
+from trials import assembled, first_gradients, golden_run, ledgers, shaped, steps
 
 LINKS = {"quantised-links": {}}
 BOTH = {"quantised-links": {"gradients": "int8"}}
@@ -176,8 +176,8 @@ def test_the_plan_counts_the_bytes(box, pair):
     write_model(box / "wide", False, hidden_size=256, intermediate_size=1024)
     config = golden_run(box, packed=True, sets=[f"model.path={box}/wide"], fsdp={}, **BOTH)
     found = pair(sent, box, BOTH)
-    (book,), env, _ = search.books_of(config, parse_hardware("2xh100")[0], 2, ALL)
-    (plain,), *_ = search.books_of(golden_run(box, packed=True, fsdp={}), parse_hardware("2xh100")[0], 2, ALL)
+    (book,), env, _ = ledgers(config, parse_hardware("2xh100")[0], 2, ALL)
+    (plain,), *_ = ledgers(golden_run(box, packed=True, fsdp={}), parse_hardware("2xh100")[0], 2, ALL)
     work = {w.name: w.values * w.times * book.bytes_per_value[w.role] for w in book.work}
     shape = env.shape
     ends = (shape.parameters - shape.block_parameters) * 4 / 2  # of gradients, by fsdp itself

@@ -8,7 +8,7 @@ from optrush.data.batch import collate
 from optrush.data.schema import Document
 from optrush.errors import NeedsError
 from optrush.kernels.attention import ATTENTIONS, masked, sdpa, varlen, visible_tokens
-from optrush.kernels.attention_varlen import sinks_gradient, sunk
+from optrush.kernels.attention_varlen import include_sinks, sinks_gradient
 
 torch.set_num_threads(1)
 B, T, H, K, E = 2, 16, 6, 2, 8
@@ -163,7 +163,7 @@ def test_sinks_by_a_kernel_without_them(window):
         mask = torch.zeros(B, 1, T, T, dtype=torch.float64)
         mask = mask.masked_fill(~visible_tokens(rows, window)[:, None], float("-inf"))
         plain, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads[:3], attn_mask=mask)
-        out, total = sunk(plain.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1), sinks)
+        out, total = include_sinks(plain.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1), sinks)
         inside = out.view(B, T, H, E).transpose(1, 2), total.view(H, B, T).transpose(0, 1)
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         found = [x.transpose(1, 2) for x in backward(heads[3], *heads[:3], *inside, 0.0, False, attn_mask=mask)]

@@ -55,9 +55,14 @@ def test_what_tells_about_a_data_set_is_left_out_of_its_folder(folder):
     assert refused("data").found == "no known kind of data: LICENSE", "alone they are no data either"
     make(folder, "data/train/a.jsonl", "data/train/info.json")
     assert find_files("data") == [Path("data/train/a.jsonl"), Path("data/train/info.json")]
-    assert readers.about("data") == ["LICENSE.txt", "README.md", "dataset_info.json", "state.json"]
+    assert readers.description_files("data") == ["LICENSE.txt", "README.md", "dataset_info.json", "state.json"]
     assert find_files("data/*.md") == find_files("data/README.md") == [Path("data/README.md")], "asked for by name"
-    assert readers.about("data/README.md") == readers.about("data/*.md") == readers.about("nowhere") == []
+    assert (
+        readers.description_files("data/README.md")
+        == readers.description_files("data/*.md")
+        == readers.description_files("nowhere")
+        == []
+    )
 
 
 def test_home_is_understood(folder, monkeypatch):
@@ -251,7 +256,7 @@ def test_an_unchanged_file_is_hashed_once(folder, monkeypatch):
 def test_a_file_that_grows_meanwhile_has_no_fingerprint(folder, monkeypatch):
     make(folder, "a.jsonl")
     marks = iter([[1, 1, 1], [2, 1, 1]])
-    monkeypatch.setattr(readers, "mark", lambda file: next(marks))
+    monkeypatch.setattr(readers, "file_state", lambda file: next(marks))
     with pytest.raises(DataError) as caught:
         files_fingerprint([folder / "a.jsonl"])
     assert "changed during reading" in caught.value.found

@@ -47,11 +47,13 @@ from optrush.errors import DataError, NeedsError, UserError
 from optrush.hardware import parse_hardware
 from optrush.models.text_part import PARTS, tower_sizes
 from optrush.models.vision import PROJECTOR
-from optrush.planner.search import books_of, predict
+from optrush.planner.search import predict
 from optrush.techniques.cuda_graphs import CudaGraphs
 from optrush.techniques.rows import Wrap
 from sights import BASES, NAMES, PROCESSOR, TOWER, VOCABULARY, draw, write_base, write_rows
 from sights import TEXT as TEXT_SIZES
+
+from trials import ledgers
 
 WHERE = RowLocation(Path("data.jsonl"), 3)
 ANSWER = {"role": "assistant", "content": "a red circle"}
@@ -904,7 +906,7 @@ def planned(base, tmp_path, *sets, withs=()):
     config = parse_config(text, "images.yaml", ["train.steps=1", *sets], withs)
     speed = predict(config, "h100", 1).tokens_per_s
     assert speed is not None
-    (book,), *_ = books_of(config, parse_hardware("h100")[0], 1)
+    (book,), *_ = ledgers(config, parse_hardware("h100")[0], 1)
     return {line.name: line.values for line in book.lines if not line.gone}, speed
 
 

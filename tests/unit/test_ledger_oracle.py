@@ -24,7 +24,7 @@ from optrush.models.source import _published
 from optrush.planner import baseline, search
 
 from memory import supposed, track
-from trials import assembled
+from trials import assembled, ledgers
 
 SDPA = ("fused-adamw", "attention")
 CASES = [
@@ -172,7 +172,7 @@ def test_peak_with_other_norms_and_layers(
 def test_tensor_parallelism_divides_norms_of_heads(tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "normed", NORMED)
     config = run(tmp_path, "normed", "native", ("bf16", "attention", "compile", "tensor:size=2"), 1, 64, 1)
-    (book,), *_ = search.books_of(config, parse_hardware("2xh100")[0], 2)
+    (book,), *_ = ledgers(config, parse_hardware("2xh100")[0], 2)
     lines = {line.name: line for line in book.lines}
     assert all(lines[f"saved.{name} heads"].cut == {"tp": 2} for name in ("entering", "scales of"))
 
@@ -211,7 +211,7 @@ def test_what_a_compiled_block_keeps(tmp_path, monkeypatch, changes, adapters):
     monkeypatch.setitem(SHAPES, "normed", NORMED | {"num_hidden_layers": 1, **changes})
     torch._dynamo.reset()
     asked = run(tmp_path, "normed", "native", ("bf16", "attention", "compile", *adapters), 1, 64, 1)
-    (book,), *_ = search.books_of(asked, parse_hardware("h200")[0], 1)
+    (book,), *_ = ledgers(asked, parse_hardware("h200")[0], 1)
     lines = [line for line in book.lines if line.per_token and line.name.startswith(("input", "saved."))]
     said = sum(book.width(line) * line.values for line in lines)
     block = next(iter(assembled(run(tmp_path, "normed", "native", adapters, 1, 64, 1)).model.blocks.values()))

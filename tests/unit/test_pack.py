@@ -94,7 +94,7 @@ def test_sorted_steps_are_alike_in_length_and_shuffled():
         assert all(a[1] <= b[0] for a, b in pairwise(ranges))
         means = np.array([s.mean() for s in steps if len(s)])
         assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.4
-    assert packing.snug_slots(used, 4, 2048) < 1.2 * used.sum()
+    assert packing.padded_slots(used, 4, 2048) < 1.2 * used.sum()
 
 
 def test_wrapping_repeats_the_end_of_what_it_cuts():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from meshes import further
 from optrush.data import pool, sampler, tokenize
 from optrush.data.packing import Fitted, Packed, Padded, Sorted, Wrapped
-from optrush.data.sampler import LiveStream, Loading, Stream, ahead, epoch_order, evaluation, reading, stream_of
+from optrush.data.sampler import LiveStream, Loading, Stream, epoch_order, evaluation, prefetched, reading, stream_of
 from optrush.data.samples import Counts, SampleChunk, permutation
 from optrush.data.schema import Document
 from optrush.errors import ConfigError, DataError, RunError
@@ -342,9 +342,9 @@ def test_what_fails_in_a_worker_is_raised_here():
 
     for workers in (0, 2):
         with pytest.raises(DataError, match="row 0 is bad"):
-            list(ahead(refuses, range(4), Loading(workers)))
+            list(prefetched(refuses, range(4), Loading(workers)))
     with pytest.raises(RunError, match=r"a data worker failed: ZeroDivisionError.*test_stream\.py:\d+"):
-        list(ahead(breaks, range(9), Loading(2)))
+        list(prefetched(breaks, range(9), Loading(2)))
 
 
 def test_a_killed_worker_is_an_error_at_once():
@@ -354,7 +354,7 @@ def test_a_killed_worker_is_an_error_at_once():
         return n
 
     def consume():
-        items = ahead(mortal, range(50), Loading(2))
+        items = prefetched(mortal, range(50), Loading(2))
         with reading(items):
             for _ in items:
                 pass
@@ -368,7 +368,7 @@ def workers():
 
 
 def test_workers_end_with_the_reading():
-    items = ahead(lambda n: n, range(50), Loading(2))
+    items = prefetched(lambda n: n, range(50), Loading(2))
     with reading(items):
         assert next(items) == 0
         begun = workers()
@@ -385,7 +385,7 @@ def test_workers_end_with_the_reading_whoever_still_holds_them():
         return n
 
     for make in (lambda n: n, stops):
-        items = ahead(make, range(50), Loading(2))
+        items = prefetched(make, range(50), Loading(2))
         begun = workers()
         with reading(iter([])):  # nothing here closes `items`
             assert next(items) == 0
@@ -395,8 +395,8 @@ def test_workers_end_with_the_reading_whoever_still_holds_them():
 
 
 LEFT = """
-from optrush.data.sampler import Loading, ahead
-items = ahead(int, range(50), Loading(2))
+from optrush.data.sampler import Loading, prefetched
+items = prefetched(int, range(50), Loading(2))
 print(next(items))
 """
 
@@ -412,20 +412,20 @@ def test_workers_leave_signals_to_the_trainer():
             os.kill(os.getpid(), number)
         return n
 
-    assert list(ahead(told, range(4), Loading(2))) == [0, 1, 2, 3]
+    assert list(prefetched(told, range(4), Loading(2))) == [0, 1, 2, 3]
 
 
 def test_a_worker_that_has_not_begun_leaves_signals_to_the_trainer(monkeypatch):
     begin = pool._leave_signals
     monkeypatch.setattr(pool, "_leave_signals", lambda parent: time.sleep(0.5) or begin(parent))
-    items = ahead(lambda n: n, range(4), Loading(2))
+    items = prefetched(lambda n: n, range(4), Loading(2))
     for worker in workers():
         os.kill(worker, signal.SIGTERM)
     assert list(items) == [0, 1, 2, 3]
 
 
 def test_a_forked_process_does_not_end_the_workers_of_its_parent():
-    items = ahead(lambda n: n, range(8), Loading(2))
+    items = prefetched(lambda n: n, range(8), Loading(2))
     assert next(items) == 0 and len(workers()) == 2
     if (pid := os.fork()) == 0:
         items.close()

@@ -222,7 +222,7 @@ def _difference(value: float | None, expected: float | None, start: float | None
 # --- reasons for red
 
 
-def drifted(proof: Mapping[str, Any], allowed: Mapping[str, float], usual: float = 0.0) -> str | None:
+def drift_reason(proof: Mapping[str, Any], allowed: Mapping[str, float], usual: float = 0.0) -> str | None:
     """Return the reason if the proof's first step, repeated after the timed steps, has changed.
 
     Args:
@@ -241,7 +241,7 @@ def drifted(proof: Mapping[str, Any], allowed: Mapping[str, float], usual: float
     return None
 
 
-def dead(losses: Sequence[float | None], norms: Sequence[float | None]) -> str | None:
+def dead_step_reason(losses: Sequence[float | None], norms: Sequence[float | None]) -> str | None:
     """Return the reason if a timed step did not learn."""
     if any(v is None for v in (*losses, *norms)):
         return "wrong: a timed step's loss or gradient norm is not finite"
@@ -250,7 +250,7 @@ def dead(losses: Sequence[float | None], norms: Sequence[float | None]) -> str |
     return None
 
 
-def wrong(proof: Mapping[str, Any] | None, losses: Sequence[float | None]) -> str | None:
+def mismatch_reason(proof: Mapping[str, Any] | None, losses: Sequence[float | None]) -> str | None:
     """Return the reason if the rung learns differently from the baseline."""
     if any(v is None for v in losses):
         return "wrong: a loss is not finite"
@@ -269,7 +269,7 @@ def wrong(proof: Mapping[str, Any] | None, losses: Sequence[float | None]) -> st
     )
 
 
-def slow(after: Figures, before: Figures, alone: bool) -> str | None:
+def slowdown_reason(after: Figures, before: Figures, alone: bool) -> str | None:
     """Return the reason if the rung is slower than predicted, or too slow to be accepted without a prediction.
 
     Args:
@@ -289,7 +289,7 @@ def slow(after: Figures, before: Figures, alone: bool) -> str | None:
     return None
 
 
-def idle(after: Figures, before: Figures) -> str | None:
+def no_effect_reason(after: Figures, before: Figures) -> str | None:
     """Return the reason if a change of memory or speed was predicted, and not measured."""
     if after.predicted_peak_bytes is not None and before.predicted_peak_bytes is not None:
         promised = after.predicted_peak_bytes - before.predicted_peak_bytes
@@ -309,7 +309,7 @@ def idle(after: Figures, before: Figures) -> str | None:
     return None
 
 
-def unlike(theirs: Mapping[str, Any], ours: Mapping[str, Any], alike: bool) -> Iterator[str]:
+def incomparable_reasons(theirs: Mapping[str, Any], ours: Mapping[str, Any], alike: bool) -> Iterator[str]:
     """Yield the reasons why two systems' figures cannot be compared.
 
     Args:
@@ -346,7 +346,7 @@ def judge(
     """
     red = [first_red] if first_red else []
     if before is not None and not only_load:
-        red += [reason for reason in (slow(after, before, alone), idle(after, before)) if reason]
+        red += [reason for reason in (slowdown_reason(after, before, alone), no_effect_reason(after, before)) if reason]
     if red:
         return "red", red
     if before is None:
@@ -569,12 +569,13 @@ def _verdict(
     before = None if since is None else state.figures(since)
     first = state.counted(rung)[0]
     reasons = [
-        *_unsound(state, rung), wrong(proof, first["proof"]["losses"]), *_turned(state, rung), first.get("ended")
+        *_unsound(state, rung), mismatch_reason(proof, first["proof"]["losses"]), *_turned(state, rung),
+        first.get("ended"),
     ]  # fmt: skip
     if rung.peer is not None and since is None:
         reasons.append(f"nothing to compare with: {rung.since} has no figures")
     if rung.peer is not None and since is not None:
-        reasons += unlike(first, state.results[since.name][0], rung.peer.begins_alike)
+        reasons += incomparable_reasons(first, state.results[since.name][0], rung.peer.begins_alike)
     red = next((reason for reason in reasons if reason), None)
     if state.ladder.longest is not None:
         pair = None if since is None or before is None else (state.config(since).batch.seq, before)
@@ -612,10 +613,10 @@ def _unsound(state: BenchState, rung: Rung) -> Iterator[str | None]:
     different = [r for r in reference if tolerances(r.config, rung.config, ALL) is DIFFERENT]
     baselines = [state.proofs(r)[0].get("gradient") for r in different]
     for result in state.results[rung.name]:
-        yield dead(result.get("losses", []), result.get("grad_norms", []))
+        yield dead_step_reason(result.get("losses", []), result.get("grad_norms", []))
         if (proof := result["proof"])["losses"]:
             angles = (cosine(proof.get("gradient"), gradient) for gradient in baselines)
-            yield drifted(proof, allowed, max((1 - a for a in angles if a is not None), default=0.0))
+            yield drift_reason(proof, allowed, max((1 - a for a in angles if a is not None), default=0.0))
 
 
 def _turned(state: BenchState, rung: Rung) -> Iterator[str]:

@@ -360,7 +360,7 @@ def _result(state: TuneState, given: Config, out: Path, notes: tuple[str, ...]) 
                     outcome = f"refused: slower, {ratio:.2f}x" if faster(current, f) else "within the spread"
         planned = plan["predicted_tokens_per_s"], plan["predicted_peak_bytes"]
         measured = (None, None) if r is None else (r.tokens_per_s, r.peak_bytes)
-        tried.append(Tried(rung.name, rung.changes, over(given, rung), *planned, *measured, ratio, outcome))
+        tried.append(Tried(rung.name, rung.changes, with_rung(given, rung), *planned, *measured, ratio, outcome))
     winner = max(usable, key=lambda name: usable[name], default=AS_IT_IS)
     if records and winner == AS_IT_IS and (current is None or own_wrong):
         found = "; ".join(f"{t.name}: {t.outcome}" for t in tried)
@@ -373,7 +373,7 @@ def _result(state: TuneState, given: Config, out: Path, notes: tuple[str, ...]) 
     return Tuned(config, winner, ratio, proof, state.spent_s, tuple(tried), out, left_s, notes)
 
 
-def over(given: Config, rung: Rung) -> Config:
+def with_rung(given: Config, rung: Rung) -> Config:
     """Return the configuration with only a rung's techniques and micro-batch changed."""
     with_ = {name: dict(options) for name, options in rung.config.with_.items()}
     for name, options in given.with_.items():

@@ -279,7 +279,7 @@ def lay_out(trainer: Trainer, documents: Sequence[tuple[int, Document]], most: i
     stream = sampler.Stream(source, trainer.layout, T=trainer.env.seq, rows=rows * ranks, seed=0, shuffle=False)
     stream.reader = trainer.stream.reader
     if trainer.stream.reference is not None:
-        stream.reference = dpo_reference.passed(trainer, source, "pairs of the proof")
+        stream.reference = dpo_reference.compute_reference(trainer, source, "pairs of the proof")
     plan = stream.plan(epochs=1)
     plan = plan._replace(widest=max(most, plan.widest))
     multiple = trainer.env.accumulation if Part.PP in trainer.env.claimed else 1  # stages take turns with whole windows

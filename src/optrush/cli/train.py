@@ -215,7 +215,7 @@ def eval_command(
         data = config.data.eval
     with distributed.leaving():
         if config.has_reference:
-            trainer = dpo_reference.against(decide(config), decide(before), data, say)
+            trainer = dpo_reference.build_with_reference(decide(config), decide(before), data, say)
         else:
             trainer = build(decide(config), training=False, data=data, progress=say)
         loss, targets, figures = evaluate(trainer)

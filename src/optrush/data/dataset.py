@@ -251,7 +251,7 @@ class Streamed:
             inside = [n - before for n, of in zip(numbers, file, strict=True) if of == f]
             for n, where, row in self.indexes[f].read(inside):
                 keys = set[str]()
-                parsed = row if isinstance(row, DataError) else tokenize.meaning(where, row, rules, keys)
+                parsed = row if isinstance(row, DataError) else tokenize.parsed_or_error(where, row, rules, keys)
                 rows[before + n] = f, where, parsed, keys
         if len(rows) < len(set(numbers)):
             asked = f"a row of {', '.join(map(str, self.work.files[:3]))}"
@@ -291,7 +291,7 @@ def kept_rows(
         settings.tokens and tokenize.identity(tokens),
     ]  # fmt: skip
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-    if tokenize.small(paths):
+    if tokenize.fits_in_memory(paths):
         rows, record = now()
         return rows, key, record
     folder = cache / "cleaned" / key
@@ -647,7 +647,7 @@ class _Reading:
         summary += describe_keys(keys, f"the {of}{rows} rows")
         if any(isinstance(row, Chat | Pair | Judged) for _, row in self._first[0]) and self.maker.tokens.tagged():
             summary += "; the chat template's generation tags are ignored: data.train_on selects the targets"
-        names = sorted({name for origin in self.config.data.origins for name in readers.about(origin.path)})
+        names = sorted({name for origin in self.config.data.origins for name in readers.description_files(origin.path)})
         if names:
             summary += f"; not read as data: {', '.join(names)}"
         too_long = (train if held_out is None else held_out).counts.too_long

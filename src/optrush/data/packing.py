@@ -251,12 +251,12 @@ def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(hand) for hand in hands]
 
 
-def snug(longest: int, T: int) -> int:
+def padded_width(longest: int, T: int) -> int:
     """Return the width of a micro-batch padded to its longest row: a multiple of BUCKET, at most T."""
     return min(T, max(1, -(-longest // BUCKET)) * BUCKET)
 
 
-def snug_slots(used: np.ndarray, micro_rows: int, T: int) -> int:
+def padded_slots(used: np.ndarray, micro_rows: int, T: int) -> int:
     """Return the number of slots of rows with these lengths, in micro-batches padded to their longest row."""
     first = np.arange(0, len(used), micro_rows)
     longest = np.maximum.reduceat(used, first)
@@ -296,7 +296,7 @@ def survey(lengths: np.ndarray, T: int, rows: int, micro_rows: int, seed: int = 
             n += len(placed)
             parts.append(placed)
         used = np.concatenate([p.tokens() for p in parts])
-        slots = snug_slots(used, micro_rows, T) if layout.pad_to_longest else n * T
+        slots = padded_slots(used, micro_rows, T) if layout.pad_to_longest else n * T
         squares = sum(int(p.squares().sum()) for p in parts) if layout.isolated else int((used**2).sum())
         tokens = int(fitting.sum())
         results.append(Survey(name, n, slots, tokens, tokens / slots, squares, seconds))

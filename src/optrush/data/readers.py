@@ -39,7 +39,6 @@ CELLS = {".csv": ",", ".tsv": "\t"}
 TEXT = (".txt", ".md")
 KNOWN = (*LINES, ARRAY, PARQUET, *CELLS, *TEXT)  # all but Parquet may be compressed: .jsonl.zst
 NAMES = f"{', '.join(KNOWN)}, or one of the text kinds with {', '.join(PACKED)}"  # for error messages
-TEXT_ROWS = ("file", "paragraph", "line")
 LONGEST_ROW_bytes = 32 * 2**20
 PIECE_bytes, LEAST_bytes = 2**20, 2**12  # size of one read, and its minimum for a part of a file
 TAKEN_bytes = 2**10  # compressed bytes per decompression call: even zstd expands these to at most 32 MiB
@@ -597,7 +596,7 @@ def find_files(path: str, cache: Path | None = None) -> list[Path]:
         DataError: no file, no known format, or files that do not go together; no such data set, or no network.
         NeedsError: a hub id without the `datasets` library.
     """
-    asked = f"training data from {path}"
+    asked = f"rows from {path}"
     try:
         return _find(str(fetch_remote(asked, path, cache)) if "://" in path else path, asked, cache)
     except OSError as error:
@@ -628,7 +627,7 @@ def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
     raise DataError(asked, "no such file", do)
 
 
-def about(path: str) -> list[str]:
+def description_files(path: str) -> list[str]:
     """Return the names of the files in a folder that are skipped because they describe the data."""
     place = Path(os.path.expanduser(path))
     return sorted({file.name for file in _inside(place)} & ABOUT) if place.is_dir() else []
@@ -732,16 +731,16 @@ def _digests(files: Iterable[Path], cache: Path | None) -> list[str]:
     fresh = False
     for file in files:
         try:
-            key, now = os.path.realpath(file), mark(file)
+            key, now = os.path.realpath(file), file_state(file)
             if known.get(key, [])[:-1] != now:
                 with open_file(file) as content:
                     known[key] = [*now, hashlib.file_digest(content, "sha256").hexdigest()]
-                if mark(file) != now:
+                if file_state(file) != now:
                     raise changed_meanwhile(file)
                 fresh = True
         except OSError as error:
             do = "check the file and its permissions"
-            raise DataError(f"training data from {file}", error.strerror or str(error), do) from error
+            raise DataError(f"rows from {file}", error.strerror or str(error), do) from error
         digests.append(str(known[key][-1]))
     if memory and fresh:
         settled = time.time_ns() - SETTLED_ns
@@ -781,7 +780,7 @@ def changed_meanwhile(file: Path) -> DataError:
     return DataError(f"to read {file}", "it changed during reading", "wait until it is complete, and start again")
 
 
-def mark(file: Path) -> list[int]:
+def file_state(file: Path) -> list[int]:
     """Return numbers that identify the file's state: at least one changes whenever the file does."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns]  # ctime cannot be set back

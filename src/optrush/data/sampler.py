@@ -29,7 +29,7 @@ from optrush import console
 from optrush.data import pool, tokenize
 from optrush.data.batch import Batch, collate
 from optrush.data.images import ImageReader
-from optrush.data.packing import Packed, Padded, RowLayout, Rows, deal, snug, snug_slots
+from optrush.data.packing import Packed, Padded, RowLayout, Rows, deal, padded_slots, padded_width
 from optrush.data.pool import Pool
 from optrush.data.samples import (
     Counts,
@@ -82,7 +82,7 @@ class NoBatch(Exception):
     """The run should end, and the next batch has not arrived."""
 
 
-def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Loading) -> Iterator[Item]:
+def prefetched(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Loading) -> Iterator[Item]:
     """Return make(n) for each number, in order. Workers start at once; wrap the consumer in `reading` to end them.
 
     Raises:
@@ -292,7 +292,7 @@ class Stream:
             fresh = rows.fresh[pieces]
             tokens += int((rows.last[pieces] - fresh).sum())
             targets += int(learnt[numbers[rows.samples[pieces]]][fresh == 0].sum())  # at a sample's first piece
-            slots += snug_slots(rows.tokens()[:count], micro_rows, self.T)
+            slots += padded_slots(rows.tokens()[:count], micro_rows, self.T)
         if not self.layout.pad_to_longest:
             slots = plan.steps * self.rows * self.T
         return Totals(plan.rows / self._starts(self._windows), tokens, targets, slots)
@@ -320,7 +320,7 @@ class Stream:
     ) -> Iterator[list[Batch]]:
         """Return `batches` of the steps from `done` on."""
         make = partial(self.batches, plan=plan, rank=rank, ranks=ranks, micro_rows=micro_rows)
-        return ahead(make, range(done, plan.steps), loading)
+        return prefetched(make, range(done, plan.steps), loading)
 
     def _row(self, g: int) -> tuple[Row, int]:
         """Return row g of the run, and the position after it."""
@@ -440,7 +440,7 @@ class LiveStream(Stream):
         chunks = -(-min(self.layout.window, self.samples) // CHUNK)
         # Workers read the next window while the run trains on the current one.
         prefetch = max(loading.prefetch, -(-chunks // max(1, loading.workers)))
-        self._parts = ahead(self._read, self._tasks(window), replace(loading, prefetch=prefetch, pinned=False))
+        self._parts = prefetched(self._read, self._tasks(window), replace(loading, prefetch=prefetch, pinned=False))
         before = -row % self.rows  # makes the number of step k's first row a multiple of `rows`
         self._before, self._laid = [-1] * window + [before], {}
         self._next_step, self._next_row, self._next_window = k, before + row, window
@@ -533,7 +533,7 @@ def micro_batches(
     result = []
     for first in range(0, len(mine), micro_rows):
         part = mine[first : first + micro_rows]
-        T = snug(max(tokens[r] for r in part), stream.T) if stream.layout.pad_to_longest else stream.T
+        T = padded_width(max(tokens[r] for r in part), stream.T) if stream.layout.pad_to_longest else stream.T
         picked = [rows[r] for r in part]
         batch = collate(
             picked, T, single=single, most=micro_rows * widest, isolated=isolated, parts=parts,

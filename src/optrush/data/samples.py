@@ -298,7 +298,7 @@ def view(
     at, length, targets, row, *first = np.concatenate(parts, axis=1)
     counts.documents, counts.tokens, counts.targets = len(at) * shelf.parts, int(length.sum()), int(targets.sum())
     if some and not len(at):
-        asked = f"training data from {', '.join(map(str, shelf.files[:3]))}"
+        asked = f"rows from {', '.join(map(str, shelf.files[:3]))}"
         found = f"nothing is left of {counts.rows} rows: {counts.too_long} were longer than {T} tokens"
         fixed = shelf.parts > 1 or how == "split"
         more = ", or lower data.max_pixels" if seen else "" if fixed else ", or choose data.too_long: split"

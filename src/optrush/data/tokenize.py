@@ -68,7 +68,7 @@ _FACTS = ("rows", "cleaned", "marked", "parts", "highest", "last")
 def image_mark(image: str, folder: Path) -> list[int]:
     """Return numbers that change when a bad image should be tried again: a file's mark, or for a URL the hour."""
     try:
-        return [int(time.time() // 3600)] if image.startswith(REMOTE) else readers.mark(folder / image)
+        return [int(time.time() // 3600)] if image.startswith(REMOTE) else readers.file_state(folder / image)
     except (OSError, ValueError):  # missing, or not a path
         return []
 
@@ -297,8 +297,9 @@ def sweep(folder: Path) -> None:
     """Remove temporary files of killed processes: all from this machine (none may be writing), older ones of others."""
     for path in folder.glob(f"*{TEMPORARY}*"):
         ours = path.name.split(TEMPORARY)[1].rsplit("-", 1)[0] == socket.gethostname()
-        if ours or time.time() - path.stat().st_mtime > STALE_S:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another machine has just finished it
+            if ours or time.time() - path.stat().st_mtime > STALE_S:
+                path.unlink()
 
 
 # --- Rows to shards, in one process.
@@ -422,10 +423,10 @@ def parsed(job: TokenizeJob, text_rows: str, kept: Kept, rules: RowRules = NO_RU
                 yield file, where, row, ()
             else:
                 keys = set[str]()
-                yield file, where, meaning(where, row, rules, keys), keys
+                yield file, where, parsed_or_error(where, row, rules, keys), keys
 
 
-def meaning(where: RowLocation, row: dict[str, Any], rules: RowRules, keys: set[str]) -> Row | DataError:
+def parsed_or_error(where: RowLocation, row: dict[str, Any], rules: RowRules, keys: set[str]) -> Row | DataError:
     """Return the parsed row, or its error; `keys` gets the keys that `parse_row` notes."""
     try:
         return schema.parse_row(where, row, rules, keys)
@@ -483,7 +484,7 @@ class ShardMaker:
         entries = islice(parsed(job, self.text_rows, self.kept, self.rules), missing.skip, None)
         for shard in shards(entries, self.tokens, self.train_on, progress=beat):
             for (_, chunk), mark in zip(job.chunks, missing.marks):
-                if readers.mark(chunk.file) != mark:
+                if readers.file_state(chunk.file) != mark:
                     raise readers.changed_meanwhile(chunk.file)
             try:
                 path = commit_shard(shard, self.folder, job.number, missing.piece + len(made.names))
@@ -553,11 +554,11 @@ def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | S
     `most` limits the rows of small data only. Raises DataError: a file cannot be read or written.
     """
     progress = Progress(work.say, "tokenising", sum(path.stat().st_size for path in work.files))
-    if small(work.files):
+    if fits_in_memory(work.files):
         for job in jobs(work.files, work.config.data.reading):
             yield from shards(work.parsed(job), work.tokens, learnt(work.config), most, progress.done)
         return
-    marks = [readers.mark(path) for path in work.files]
+    marks = [readers.file_state(path) for path in work.files]
     folder = work.folder
     store = ShardStore(folder, work.files)
     number = yield from store.ready(0)
@@ -574,7 +575,7 @@ def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | S
                 yield from paths
 
 
-def small(paths: Sequence[Path]) -> bool:
+def fits_in_memory(paths: Sequence[Path]) -> bool:
     """Return whether the data is small enough to stay in memory: less than CHUNK_bytes."""
     return sum(path.stat().st_size * (1 if _plain(path) else PACKED) for path in paths) < CHUNK_bytes
 

@@ -148,7 +148,7 @@ def open_tokenizer(folder: Path) -> Any:
     """
     asked = f"the tokenizer of {folder}"
     check_model_files(folder, ["config.json", *PATTERNS])
-    _check_reading(folder, tuple(tuple(readers.mark(folder / name)) for name in tokenizer_files(folder)))
+    _check_reading(folder, tuple(tuple(readers.file_state(folder / name)) for name in tokenizer_files(folder)))
     try:
         with transformers_silenced():
             from transformers import AutoTokenizer

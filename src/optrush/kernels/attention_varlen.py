@@ -76,14 +76,14 @@ def attend_with_sinks(
     return out.view(B, T, H, E)
 
 
-def sunk(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def include_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Scale out (N, H, E) and increase lse (H, N) float32, both computed without sinks (H,), to include them."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return (out * torch.exp(lse - total).t()[..., None]).to(out.dtype), total
 
 
 def sinks_gradient(d_out: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient (H,) of sinks; out and total are the results of `sunk`."""
+    """Return the gradient (H,) of sinks; out and total are the results of `include_sinks`."""
     product = (d_out * out).sum(-1, dtype=total.dtype)  # (N, H)
     return -(torch.exp(sinks.to(total.dtype)[:, None] - total) * product.t()).sum(1).to(sinks.dtype)
 
@@ -97,7 +97,7 @@ def _attend_with_sinks(
         q, k, v, starts, starts, longest, longest, 0.0, left < 0, return_debug_mask=False,
         window_size_left=left, window_size_right=0,
     )  # fmt: skip
-    return *sunk(out, lse, sinks), state
+    return *include_sinks(out, lse, sinks), state
 
 
 @_attend_with_sinks.register_fake

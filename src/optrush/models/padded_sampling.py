@@ -117,7 +117,7 @@ def states(kind: type[WholeRows] | type[CachedRows], model: HFModel, rows: Seque
     return torch.stack([kept.last(token) for token in tokens], 1).flatten(0, 1)
 
 
-def alone(filled: Tensor) -> Documents:
+def one_per_row(filled: Tensor) -> Documents:
     """Return rows of one document each, from the mask of filled slots (S, T)."""
     S, T = filled.shape
     starts = torch.arange(S + 1, dtype=torch.int32, device=filled.device) * T
@@ -141,7 +141,7 @@ class CachedRows:
             self.kept.mask = mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
         self.model.kept = self.kept
         try:
-            hidden: Tensor = self.model(self.tokens, self.positions, alone(mask[:, -self.tokens.shape[1] :]))
+            hidden: Tensor = self.model(self.tokens, self.positions, one_per_row(mask[:, -self.tokens.shape[1] :]))
         finally:
             self.model.kept = None
         if self.kept.cache is None:
@@ -166,5 +166,5 @@ class WholeRows:
         S, T = self.tokens.shape
         place = torch.arange(T, device=self.tokens.device).expand(S, T)
         positions = torch.minimum(place, self.lengths[:, None] - 1).int()
-        hidden: Tensor = self.model(self.tokens, positions, alone(place < self.lengths[:, None]))
+        hidden: Tensor = self.model(self.tokens, positions, one_per_row(place < self.lengths[:, None]))
         return hidden[torch.arange(S, device=place.device), self.lengths - 1]

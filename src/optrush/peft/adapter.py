@@ -26,7 +26,7 @@ from optrush.kernels.lora_matmul import Padding
 from optrush.models.decoder import Linear
 from optrush.models.experts import StackedMatrices
 from optrush.models.weights import Initializer, Shape, WeightMap, grouped, put_in_turn
-from optrush.peft.ledger import EMBEDDING, HEAD, last, require_names, whole
+from optrush.peft.ledger import EMBEDDING, HEAD, last, require_names, require_saved
 
 if TYPE_CHECKING:
     from optrush.models.decoder import Decoder
@@ -217,7 +217,7 @@ def check_targets(
     others = {last(module) for module in outside(model, recipe).values()}
     others |= {HEAD} if model.ties and EMBEDDING in others else set()
     needs = [require_names(technique, "targets", targets, known(model, recipe))]
-    for need in [*needs, *whole(technique, save, others, bool(model.ties))]:
+    for need in [*needs, *require_saved(technique, save, others, bool(model.ties))]:
         if not need.met:
             raise NeedsError(need.asked, need.found, need.do)
 

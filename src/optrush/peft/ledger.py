@@ -209,7 +209,7 @@ def require_names(technique: str, option: str, asked: str | Sequence[str], known
     return Requirement(wrong is None and bool(names), f"`{technique}:{option}={text}`", found, do)
 
 
-def whole(technique: str, save: Sequence[str], known: Collection[str], tied: bool) -> Iterator[Requirement]:
+def require_saved(technique: str, save: Sequence[str], known: Collection[str], tied: bool) -> Iterator[Requirement]:
     """Require that the modules in `save` exist, and are not half of a tied pair."""
     if save:
         yield require_names(technique, "save", save, known)
@@ -237,7 +237,7 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
     known = names_of(env.shape)
     if isinstance(env.shape, TracedShape) and env.shape.stacked and stacked(targets):
         found, do = "experts of several sizes, without gates or transposed", "use targets=attention or all-linear"
-        if env.shape.mixture is None or not (rest := beside(targets)):
+        if env.shape.mixture is None or not (rest := without_experts(targets)):
             return Requirement(env.shape.mixture is not None, f"`{technique}:targets={targets}`", found, do)
         return require_names(technique, "targets", rest, known)
     if env.shape is None or env.shape.experts is None:
@@ -266,7 +266,7 @@ def stacked(targets: str | Sequence[str]) -> tuple[str, ...]:
     return SETS["experts"] if "experts" in names else SETS["experts"][:1] if "gate_up_proj" in names else ()
 
 
-def beside(targets: str | Sequence[str]) -> str | list[str]:
+def without_experts(targets: str | Sequence[str]) -> str | list[str]:
     """Return `targets` without the experts of a transformers model."""
     if not stacked(targets):
         return targets if isinstance(targets, str) else [*targets]

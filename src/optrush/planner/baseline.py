@@ -85,7 +85,7 @@ def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: flo
     lines = [*_parameters(shape), *kept, *_working(last, T, cuda), *_head(shape), *_rest(shape, cuda)]
     if not cuda:
         lines = [dataclasses.replace(e, values=e.values * _heap(e, shape, T), side="") for e in lines]
-    return (*lines, *_work(shape, T, native, padding, cuda))
+    return (*lines, *_work(shape, T, padding, cuda))
 
 
 def _heap(line: Line, shape: ModelShape, T: int) -> float:
@@ -348,7 +348,7 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
         yield Line("runtime", "the process itself: Python, torch, transformers", PROCESS_BYTES, "byte", "always")
 
 
-def _work(s: ModelShape, T: int, native: bool, padding: float, cuda: bool) -> Iterator[WorkItem]:
+def _work(s: ModelShape, T: int, padding: float, cuda: bool) -> Iterator[WorkItem]:
     D, F, V, L = s.width, s.active_width, s.vocab, s.layers
     o = sum(linear.weights for linear in s.linears.values() if linear.module in ("o", "delta.out_proj")) / L
     mixing = sum(linear.weights for linear in s.linears.values() if linear.module not in ("gate_up", "down")) / L

@@ -10,13 +10,12 @@ from optrush.config import Config
 from optrush.data.length_estimate import estimate_fill
 from optrush.decide import Decided, decide, problem_of, stand_in, with_method, with_setting
 from optrush.hardware import GIB, Device, parse_hardware
-from optrush.models.shapes import HF, ModelShape
+from optrush.models.shapes import ModelShape
 from optrush.models.source import locate, shapes_of
 from optrush.models.traced import NoPlan, shape_of, stored_values
-from optrush.planner import baseline, calibration
-from optrush.planner.ledger import Ledger
+from optrush.planner import calibration
 from optrush.planner.sets import Candidate, Evaluations, Prediction, SearchResult, predict_set, search_sets
-from optrush.technique import Environment, Part, Technique, instantiate
+from optrush.technique import Part, Technique, instantiate
 from optrush.techniques import ALL
 
 
@@ -47,19 +46,6 @@ def predict_decided(decided: Decided) -> Prediction:
     env = dataclasses.replace(decided.env, reach=lengths.reach)
     measured = calibration.for_device(env.device)
     return predict_set(decided.techniques, env, shape_of(decided.hf), lengths.padding, measured)
-
-
-def books_of(
-    config: Config, device: Device, ranks: int, classes: Sequence[type[Technique]] = ALL
-) -> tuple[list[Ledger], Environment, HF]:
-    """Return the ledger of each rank of a pipeline (one without a pipeline), the environment and the config.json.
-
-    Raises:
-        UserError: see `predict`.
-    """
-    decided, lengths = decide(config, classes, ranks, device), estimate_fill(config)
-    env = dataclasses.replace(decided.env, reach=lengths.reach)
-    return baseline.books(decided.techniques, env, shape_of(decided.hf), lengths.padding), env, decided.hf
 
 
 def search(

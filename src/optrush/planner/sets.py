@@ -28,7 +28,7 @@ from optrush.planner.calibration import Calibration
 from optrush.planner.climb import Score, climb
 from optrush.planner.cost import CLOSE, SPARE, TIGHT, WORTH, Rates, excess_on_host, fullness, host_room, room
 from optrush.planner.ledger import Item, Ledger, Short
-from optrush.planner.starts import Options, by_axes, clash, made_possible, on_a_mesh, shares_rows, with_all
+from optrush.planner.starts import Options, by_axes, clash, repaired_start, shares_rows, with_all, with_axis_owners
 from optrush.technique import (
     RANK_PARTS,
     SAME_ROWS,
@@ -248,8 +248,8 @@ def _searched(
     for meshes in by_axes(part):
         for tried in meshes:
             starts = [tuple(t if t in g else g[0] for t, g in zip(b, tried)) for b in (initial, none)[: 1 + both]]
-            starts += [on_a_mesh(start, tried) for start in starts]
-            starts = [made_possible(start, tried, evaluations.possible) for start in starts]
+            starts += [with_axis_owners(start, tried) for start in starts]
+            starts = [repaired_start(start, tried, evaluations.possible) for start in starts]
             climb(dict.fromkeys(starts), tried, _claim_the_same, evaluations.score, whole)
             for i, owners in _unused_precisions(evaluations.settings, tried, problem.env):
                 narrow = tuple(owners[0] if i == j else t for j, t in enumerate(starts[-1]))

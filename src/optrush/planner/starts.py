@@ -25,7 +25,7 @@ def by_axes(options: list[Options]) -> Iterator[list[list[Options]]]:
     yield [options]
 
 
-def on_a_mesh(start: Chosen, options: list[Options]) -> Chosen:
+def with_axis_owners(start: Chosen, options: list[Options]) -> Chosen:
     """Return a start completed with the first technique that divides the run over each axis.
 
     Ranks that share rows need an owner of the data axis too: two changes that gain only together. The owner chosen is
@@ -38,7 +38,7 @@ def on_a_mesh(start: Chosen, options: list[Options]) -> Chosen:
     return tuple(next(filter(None, options[i]), None) if i in added and t is None else t for i, t in enumerate(start))
 
 
-def made_possible(start: Chosen, options: list[Options], possible: Callable[[Chosen], bool]) -> Chosen:
+def repaired_start(start: Chosen, options: list[Options], possible: Callable[[Chosen], bool]) -> Chosen:
     """Return a start with up to three more techniques, if it is not possible and no single one makes it so.
 
     8-bit matmuls over several ranks need a precision, a compiler and an owner of the data axis.

@@ -88,7 +88,7 @@ class Lora(Technique):
             yield ledger.require_targets(self.name, env, targets)
         if env.native:
             tied = env.shape is not None and env.shape.tied
-            yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
+            yield from ledger.require_saved(self.name, self.save, ledger.WHOLE, tied)
         parts = {name.removeprefix("" if env.native else "dense.") for name in ledger.DENSE}
         routed = env.native or (isinstance(env.shape, TracedShape) and env.shape.stacked > 0)
         beside = routed and not parts.isdisjoint(ledger.chosen(targets, ledger.names_of(env.shape)))
@@ -152,7 +152,7 @@ class Lora(Technique):
         forward = back = entering = 0  # values per token that the passes read and write for experts' adapters
         targets = ledger.in_mixture(self.targets, env.shape)
         known, traced = ledger.names_of(env.shape), isinstance(env.shape, TracedShape)
-        linears = ledger.chosen(ledger.beside(targets) if traced else targets, known)
+        linears = ledger.chosen(ledger.without_experts(targets) if traced else targets, known)
         for name, linear in {} if env.shape is None else env.shape.linears.items():
             mine = [n for piece, n in linear.pieces.items() if piece in linears]
             if not mine:
@@ -225,7 +225,7 @@ class Lora(Technique):
             what = "the routers of the experts stay" if inside else "the experts and their routers stay"
             trainer.notes.append(f"lora: {what} frozen, without adapters")
         elif any(isinstance(m, StackedMatrices) for m in model.modules()):
-            inside, targets = [*ledger.stacked(self.targets)], ledger.beside(self.targets)
+            inside, targets = [*ledger.stacked(self.targets)], ledger.without_experts(self.targets)
             what = "the routers" if inside else "the stacked matrices"
             trainer.notes.append(f"lora: {what} of the experts stay frozen, without adapters")
         expert_targets = inside if targets is chosen_targets else ()

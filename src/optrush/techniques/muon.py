@@ -54,7 +54,7 @@ class Muon(Technique):
         workspace = {}
         if env.shape is not None:  # float32 steps, orthogonalization in bfloat16, on a CPU in float32
             width = 3.0 if env.device.kind == "cuda" else 5.0
-            workspace = {"blocks": width * at_once(env.shape, alone=Part.UPDATE in env.claimed)}
+            workspace = {"blocks": width * elements_at_once(env.shape, alone=Part.UPDATE in env.claimed)}
         reason = "one momentum per parameter; equal shapes are stepped together"
         return OptimizerSpec(reason, {"blocks": States(1.0)}, loop=False, work={"blocks": steps}, workspace=workspace)
 
@@ -96,7 +96,7 @@ def pieces(s: ModelShape) -> list[tuple[int, int]]:
     return [(rows, linear.inputs) for linear in s.linears.values() for rows in linear.joined or linear.pieces.values()]
 
 
-def at_once(s: ModelShape, alone: bool) -> int:
+def elements_at_once(s: ModelShape, alone: bool) -> int:
     """Return the most elements updated together: all layers' matrices of a shape, as many as fit in ROOM, or one."""
     stored = [linear.inputs * linear.outputs for linear in s.linears.values()]
     return max(n * (1 if alone else min(s.layers, max(1, ROOM // n))) for n in stored)

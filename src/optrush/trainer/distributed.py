@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
@@ -51,6 +51,7 @@ class World:
     ranks: int
     device: torch.device
     mesh: DeviceMesh | None = None
+    pairs: Mapping[frozenset[int], dist.ProcessGroup] = field(default_factory=dict)  # see `neighbour_groups`
 
     def at(self, axis: str) -> int:
         """Return this rank's position on an axis; 0 if the mesh has no such axis."""
@@ -223,7 +224,20 @@ def build_mesh(axes: Mapping[str, int], device: torch.device) -> World:
         if len(several) > 1 and "_".join(several) not in made:
             made.add("_".join(several))
             mesh[several]._flatten("_".join(several))
-    return World(rank, ranks, device, mesh)
+    return World(rank, ranks, device, mesh, neighbour_groups(mesh))
+
+
+def neighbour_groups(mesh: DeviceMesh) -> dict[frozenset[int], dist.ProcessGroup]:
+    """Create a process group for each pair of neighbours in each pipeline's ring of ranks; return this rank's.
+
+    Every rank creates all of them, in one order, as `dist.new_group` requires.
+    """
+    if "pp" not in (names := mesh.mesh_dim_names or ()):
+        return {}
+    rings = mesh.mesh.movedim(names.index("pp"), -1).flatten(end_dim=-2).tolist()
+    pairs = dict.fromkeys(frozenset(pair) for ring in rings for pair in itertools.pairwise([*ring, ring[0]]))
+    groups = {pair: dist.new_group(sorted(pair)) for pair in pairs}
+    return {pair: group for pair, group in groups.items() if dist.get_rank() in pair}
 
 
 @contextmanager

@@ -48,9 +48,9 @@ def fill_reference(trainer: Trainer, prepared: Decided, *, training: bool = True
     if not _needed(trainer):
         return
     if training:
-        trainer.stream.reference = _found(trainer, prepared, _counted(trainer), "pairs to train on")
+        trainer.stream.reference = _reference_of(trainer, prepared, _counted(trainer), "pairs to train on")
     if held is not None:
-        trainer.evaluation = replace(held, reference=_found(trainer, prepared, held.source, "pairs held out"))
+        trainer.evaluation = replace(held, reference=_reference_of(trainer, prepared, held.source, "pairs held out"))
 
 
 def zero_reference(trainer: Trainer, prepared: Decided) -> None:
@@ -95,7 +95,7 @@ def _counted(trainer: Trainer) -> SampleSource:
     return trainer.sources.train
 
 
-def against(prepared: Decided, before: Decided, data: str | None, say: Callable[[str], None]) -> Trainer:
+def build_with_reference(prepared: Decided, before: Decided, data: str | None, say: Callable[[str], None]) -> Trainer:
     """Build the trainer for evaluating pairs, with the reference of the initial model.
 
     prepared: for the trained model; its adapters are merged and cannot be disabled.
@@ -135,12 +135,12 @@ def _precomputed(prepared: Decided) -> Decided:
     return replace(prepared, config=with_reference(prepared.config, "precomputed"))
 
 
-def _found(trainer: Trainer, prepared: Decided, source: SampleSource, what: str) -> np.ndarray:
+def _reference_of(trainer: Trainer, prepared: Decided, source: SampleSource, what: str) -> np.ndarray:
     """Return (samples, 2) float32: log-probabilities of the chosen and the rejected document of each pair."""
     folder = cache_root(trainer.config.data.cache) / "reference"
     store = SampleStore(folder, _content(trainer, prepared, source), np.ones(len(source), np.int64), PAIR)
     for samples in store.missing():
-        store.write(samples, passed(trainer, SamplePart(source, samples), what))
+        store.write(samples, compute_reference(trainer, SamplePart(source, samples), what))
     return store.loaded()
 
 
@@ -160,7 +160,7 @@ def _content(trainer: Trainer, prepared: Decided, source: SampleSource) -> list[
     return [FORMAT, source.fingerprint, model, trainer.config.seed, *types, other, begun]
 
 
-def passed(trainer: Trainer, source: SampleSource, what: str) -> np.ndarray:
+def compute_reference(trainer: Trainer, source: SampleSource, what: str) -> np.ndarray:
     """Return the result of one forward pass over all pairs, with the callables of an evaluation."""
     batches = batches_of(trainer, source, trainer.model.supports_packing, f"the reference of {len(source):,} {what}")
     scores = _scored(trainer, batches, len(source), lambda sample: sample)

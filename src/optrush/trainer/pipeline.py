@@ -14,13 +14,11 @@ https://arxiv.org/abs/2401.10241).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from optrush.data.batch import Batch, Documents
@@ -76,7 +74,7 @@ def split_model(model: Decoder, mine: Mapping[int, range]) -> list[Stage]:
     return parts
 
 
-class Link(PipelineStage):
+class PairedStage(PipelineStage):
     """A stage that exchanges tensors with each neighbouring rank over that pair's own process group.
 
     Operations of one group run in the order of their calls. In a group of the whole pipeline, a stage's output would
@@ -111,7 +109,6 @@ class Pipeline:
         self.trainer, self.parts, self.stages = trainer, parts, stages
         self.names = {True: schedule, False: evaluation}
         self.group = trainer.world.mesh.get_group("pp")
-        self.pairs = _pairs(trainer.world.mesh)
         self.made: dict[tuple[Any, ...], Any] = {}  # torch's schedules
         self.batches: list[Batch] = []  # of the window, on the device
         self.stage, self.x = parts[0], torch.empty(0)  # the current ones
@@ -202,14 +199,14 @@ class Pipeline:
             states = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
             number = torch.empty(1, device="meta", requires_grad=True)
             stages = [
-                Link(
+                PairedStage(
                     part, part.number, self.stages, trainer.world.device, group=self.group,
                     input_args=number.detach() if part.first else states, output_args=number if part.last else states,
                 )
                 for part in self.parts
             ]  # fmt: skip
             for stage in stages:
-                stage.pairs = self.pairs
+                stage.pairs = trainer.world.pairs
             kind = schedules.get_schedule_class(self.names[learns])
             single = len(stages) == 1
             made: Any = kind(stages[0] if single else stages, count, loss_fn=_loss, scale_grads=False)
@@ -229,18 +226,6 @@ class Pipeline:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             mine += theirs
-
-
-def _pairs(mesh: DeviceMesh) -> dict[frozenset[int], dist.ProcessGroup]:
-    """Create a process group for each pair of neighbours in each pipeline's ring of ranks; return this rank's.
-
-    Every rank creates all of them, in one order, as `dist.new_group` requires.
-    """
-    axis = (mesh.mesh_dim_names or ()).index("pp")
-    rings = mesh.mesh.movedim(axis, -1).flatten(end_dim=-2).tolist()
-    pairs = dict.fromkeys(frozenset(pair) for ring in rings for pair in pairwise([*ring, ring[0]]))
-    made = {pair: dist.new_group(sorted(pair)) for pair in pairs}
-    return {pair: group for pair, group in made.items() if dist.get_rank() in pair}
 
 
 def stream_dtype(trainer: Trainer) -> torch.dtype:

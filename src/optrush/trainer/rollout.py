@@ -27,7 +27,7 @@ from optrush import files
 from optrush.config import Config, Grpo
 from optrush.data.batch import Batch, collate
 from optrush.data.dataset import SAMPLE_ROWS
-from optrush.data.packing import Padded, RowLayout, snug
+from optrush.data.packing import Padded, RowLayout, padded_width
 from optrush.data.readers import read_rows
 from optrush.data.sample import conversations
 from optrush.data.sampler import ROOM, Loading, Row, Stream, StreamPlan, Totals, plain_cost
@@ -129,7 +129,7 @@ class PromptStream(Stream):
         count = micro_rows if self.one_shape else min(micro_rows, 1 << max(0, len(rows) - 1).bit_length())
         padded = [*rows, *([] for _ in range(count - len(rows)))]
         longest = max([sum(len(d) for _, d in row) for row in rows], default=1)
-        T = snug(longest, self.T) if self.packed.pad_to_longest else self.T
+        T = padded_width(longest, self.T) if self.packed.pad_to_longest else self.T
         return collate(padded, T, single=self.packed.one_doc, most=count * self.room)
 
 

@@ -119,7 +119,7 @@ class StoringPass:
             self._check_room(stores[0].folder, sum(stores[n].n_records(samples) for n, samples in missing))
             teacher = distributed.agreed(lambda: load_teacher(self.trainer, *self.place))
             for n, samples in missing:
-                stores[n].write(samples, self.made(teacher, sources[n], samples))
+                stores[n].write(samples, self.compute_records(teacher, sources[n], samples))
             del teacher
             self._release()
         self.trainer.notes.append(f"teacher: {sum(map(len, sources)):,} samples stored in {stores[0].folder}")
@@ -129,14 +129,14 @@ class StoringPass:
         """Return the records of a few samples, without writing a file."""
         chosen = sorted(set(samples))
         teacher = distributed.agreed(lambda: load_teacher(self.trainer, *self.place))
-        records = self.made(teacher, source, chosen)
+        records = self.compute_records(teacher, source, chosen)
         del teacher
         self._release()
         ends = np.cumsum(source.targets()[chosen])
         records_of = dict(zip(chosen, np.split(records, ends[:-1]), strict=True))
         return StoredTokens(self._record, records_of.__getitem__)
 
-    def made(self, teacher: Decoder | HFModel, source: SampleSource, samples: Sequence[int]) -> np.ndarray:
+    def compute_records(self, teacher: Decoder | HFModel, source: SampleSource, samples: Sequence[int]) -> np.ndarray:
         """Return the concatenated records of these samples, by a forward pass over them."""
         trainer, settings = self.trainer, self.trainer.config.distill
         assert settings is not None and settings.store is not None
