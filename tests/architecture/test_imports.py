@@ -39,7 +39,7 @@ LINES = {
     "kernels": 4926,
     "top": 6605,
     "cli": 4505,
-    "planner": 4570,
+    "planner": 4575,
     "benchmark": 3835,
     "peft": 1985,
     "report": 1935,

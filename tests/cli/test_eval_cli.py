@@ -227,3 +227,10 @@ def write_config(folder, **changed):
     run = {"model": "tiny", "objective": "sft", "data": {"sample": "recipes"}, "output": str(folder / "run")} | changed
     path.write_text(json.dumps(run))
     return str(path)
+
+
+@pytest.mark.parametrize(("name", "do"), [
+    ("arc_esay", "did you mean arc_easy?"), ("zzz", "lm_eval ls tasks lists them"),
+])  # fmt: skip
+def test_an_unknown_task_is_told_its_nearest(name, do):
+    assert harness._close(name, ["arc_easy", "gsm8k"]) == do

@@ -1,14 +1,16 @@
 """Job files: the Slurm script run with stand-ins for srun and scontrol; the others read; what is refused."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from optrush.launch import NOT_SHARED
+from optrush.launch import NOT_SHARED, _wait
 
 from clirun import metrics
 
@@ -133,3 +135,15 @@ def test_a_file_is_not_overwritten(launch):
     Path("job.slurm").write_text("mine")
     assert "it exists" in launch("--slurm", "--hardware", "2xh100").err
     assert Path("job.slurm").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("grace_s", "stopped"), [(0.2, False), (60.0, True)], ids=["late", "stopped"])
+def test_what_remains_after_a_failure_is_killed(monkeypatch, grace_s, stopped):
+    """A rank that runs on, after some seconds; one that was stopped, at once."""
+    monkeypatch.setattr("optrush.launch.FAILED_GRACE_S", grace_s)
+    processes = [subprocess.Popen(["sleep", "30"]), subprocess.Popen(["false"])]
+    if stopped:
+        processes[0].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert _wait(processes) is None, "the failed rank was not killed by a signal"
+    assert [p.returncode for p in processes] == [-signal.SIGKILL, 1] and time.monotonic() - began < 20

@@ -186,7 +186,8 @@ def test_resumed_it_is_one_run(home, server):
     assert server.asked("runs/update")[-1]["body"]["status"] == "KILLED"
     assert trained(config, "--resume", "auto") == 0, said(config)
     assert len(server.asked("runs/create")) == 1
-    assert server.asked("runs/update")[-1]["body"]["status"] == "FINISHED"
+    said_of = [request["body"]["status"] for request in server.asked("runs/update")]
+    assert said_of[said_of.index("KILLED") + 1] == "RUNNING" and said_of[-1] == "FINISHED"
     assert [(key, at) for key, _, at in server.figures()] == [(key, at) for key, _, at in figures(output)]
 
 

@@ -25,7 +25,7 @@ from optrush.technique import Technique, missing, refuse_unmet
 from optrush.techniques.fused_kernels import FusedKernels
 
 from golden.make_golden import SIZES, T
-from trials import assembled, first_gradients, furthest, golden_run, kept, shaped
+from trials import assembled, first_gradients, furthest, golden_run, kept, ledgers, shaped
 
 D, F, EPS = SIZES["hidden_size"], SIZES["intermediate_size"], 1e-5
 MLP, NORM, ROPE = {}, {"mlp": "none", "norm": True}, {"mlp": "none", "rope": True}  # one kernel each
@@ -298,3 +298,10 @@ if __name__ == "__main__":
     interpret_norm()
     interpret_rotation()
     print("near")
+
+
+@pytest.mark.parametrize(("shape", "own"), [("llama-3.2-1b", set()), ("qwen2.5-0.5b", {"forward.added.qkv"})])
+def test_adapters_of_a_linear_with_a_bias_are_added_by_themselves(shape, own):
+    run = shaped(shape, "bf16", "lora", "attention:impl=fa4", "compile", "fused-kernels:mlp=quack")
+    (book,), *_ = ledgers(run, parse_hardware("h200")[0], 1)
+    assert {work.name for work in book.work if work.name.startswith("forward.added.") and not work.gone} == own
