@@ -551,6 +551,15 @@ def test_refused(name, call, here):
     refused(call("init", *flags), *says)
 
 
+def test_prompts_without_an_answer_need_a_reward_without_one(call, here):
+    write_rows(here / "prompts.jsonl", [{"prompt": f"Name {i} fruits"} for i in range(12)])
+    flags = ("--model", "tiny", "--data", "prompts.jsonl", "--objective", "grpo")
+    found = call("init", *flags)
+    refused(found, "prompts.jsonl:1", "a prompt without the answer", "regex, length or FILE.py:FUNCTION")
+    assert call("init", *flags, *shlex.split(found.err.partition("such as `")[2].partition("`")[0])).code == 0
+    assert [rule.use for rule in written().grpo.rewards] == ["length"]
+
+
 def test_a_file_in_the_way(call, here):
     (here / "train.yaml").write_text("mine: 1\n")
     found = call("init", *SAMPLE)

@@ -345,7 +345,8 @@ def _stand_in(raw: dict[str, Any], rules: RowRules) -> dict[str, Any]:
         to = next(iter(filled))
         answers = [key for key in raw if key.lower() in ANSWERING and key != to and raw[key] is not None]
         ways = [f"`data.columns: {{{answers[0]}: {to}}}`"] if answers and to in ("output", "completion") else []
-        ways += ["add the answer", "use grpo.rewards without a reference: regex, length, a function"]
+        ways += ["add the answer", "use a reward without a reference: regex, length or FILE.py:FUNCTION, such as "]
+        ways[-1] += "`grpo.rewards: [{use: length, options: {most: 400}}]`"
         raise _Bad(f"a prompt without the answer that the reward `{rules.compares}` needs", "; or ".join(ways))
     return filled
 
