@@ -375,15 +375,21 @@ def _label(raw: dict[str, Any]) -> tuple[dict[str, Any], bool | None]:
     return rest, next(iter(labels.values()), None)
 
 
+KTO_ROWS = (
+    'use rows {"prompt": ..., "completion": ..., "label": true} (or false), or pairs of chosen and rejected; '
+    "if another key holds the label: `data.columns: {KEY: label}`"
+)
+
+
 def _judgement(row: Row, label: bool | None) -> Judged:
     if isinstance(row, Pair):
         if label is not None:
             raise _Bad("the row has 'chosen' and 'rejected' and a label; keep one")
         return Judged((row.chosen, row.rejected), (True, False))
     if not isinstance(row, Chat | Completion):
-        raise _Bad("a text, without an answer to judge")
+        raise _Bad("a text, without an answer to judge", KTO_ROWS)
     if label is None:
-        raise _Bad("no 'label' (true or false) for the answer")
+        raise _Bad("no 'label' (true or false) for the answer", KTO_ROWS)
     return Judged((row,), (label,))
 
 
