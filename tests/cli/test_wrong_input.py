@@ -420,6 +420,10 @@ def test_output_without_rights(call, write, here):
 
 def test_eval(call, write, here):
     refused(call("eval", write(), "--data", "no.jsonl", "--json"), "no.jsonl", "no such file", "check the path")
+    lengths = ("--with", "packing", "--set", "batch.micro_tokens=null")  # decided by the lengths of the rows
+    refused(call("eval", write(), "--data", "no.jsonl", *lengths), "asked: rows from no.jsonl", "no such file")
+    (here / "bad.jsonl").write_text('{"foo": 1}\n')
+    refused(call("eval", write(), "--data", "bad.jsonl"), "asked: the row at bad.jsonl:1", "no known format")
     refused(call("eval", write(), "--model", "no/such/model"), "the model no/such/model", "no such folder")
 
 

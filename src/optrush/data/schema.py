@@ -242,7 +242,7 @@ def parts_of(row: Row) -> tuple[Text | Chat | Completion, ...]:
 
 def bad_row(where: RowLocation, reason: str, do: str = MEND) -> DataError:
     """Return the error for a row, in the same words for every reader and cleaner."""
-    return DataError(f"a row of training data at {where}", reason, remedy(reason, do))
+    return DataError(f"the row at {where}", reason, remedy(reason, do))
 
 
 def row_text(row: Row) -> str:
