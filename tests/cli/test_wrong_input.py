@@ -250,6 +250,9 @@ def test_gpu_technique_on_a_cpu(impl, wanted, call, write):
 def test_no_configuration(call, here):
     refused(call("train", "no.yaml"), "the configuration no.yaml", "no such file", "name a YAML file")
     refused(call("train", "."), "the configuration .", "no such file")
+    write_rows(here / "rows.jsonl", [{"prompt": "Hm", "completion": " a"}] * 2)
+    init = "optrush init --model MODEL --data rows.jsonl"
+    refused(call("train", "rows.jsonl"), "the configuration rows.jsonl", "a data file, not YAML", init)
     (here / "latin.yaml").write_bytes(b"output: caf\xe9\n")
     refused(call("train", "latin.yaml"), "latin.yaml", "not UTF-8", "save it as UTF-8")
 
