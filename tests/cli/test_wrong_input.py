@@ -25,6 +25,10 @@ on_cpu = pytest.mark.skipif(bool(hardware.probe()), reason="this machine has wha
 
 TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown key": ("model: tiny\noptim: {lrr: 1}\n", ("run.yaml:2: `optim.lrr`", "no such key", "did you mean `lr`?")),
+    "option beside a reward": (
+        "objective: grpo\ngrpo:\n  rewards: [{use: length, most: 20}]\n",
+        ("run.yaml:3: `grpo.rewards.0.most`", "no such key", "write `options: {most: ...}`", "known: options"),
+    ),
     "unknown key at the top": ("modle: tiny\n", ("run.yaml:1: `modle`", "did you mean `model`?")),
     "unknown key of a model": ("model: {pth: x}\n", ("run.yaml:1: `model.pth`", "did you mean `path`?")),
     "duplicate key": ("model: tiny\nseed: 1\nseed: 2\n", ("run.yaml:3", "`seed` appears twice", "keep")),
