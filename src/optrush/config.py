@@ -786,8 +786,11 @@ def explain(
         return ConfigError(f"{place}: `{name}`", "it is missing", f"add `{name if root is Config else path[-1]}:`")
     place = flag or (f"{where}:{lines[path]}" if path in lines else where)
     if first["type"] == "extra_forbidden":
-        hint = nearest(str(path[-1]), yaml_keys(root, path))
-        if root is Config:
+        keys = yaml_keys(root, path)
+        hint = nearest(str(path[-1]), keys)
+        if "options" in keys and not hint.startswith("did you mean"):
+            hint = f"write `options: {{{path[-1]}: ...}}` for an option of `use`; {hint}"
+        elif root is Config:
             elsewhere = "" if hint.startswith("did you mean") else _elsewhere(str(path[-1]))
             hint = foreign_spelling(str(path[-1]), first["input"]) or elsewhere or hint
         return ConfigError(f"{place}: `{name}`", "no such key", hint)

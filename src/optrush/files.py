@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import shlex
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
@@ -93,7 +94,10 @@ def read_text(path: Path | str, encoding: str = "utf-8", errors: str = "strict")
 
 
 def config_text(path: Path) -> str:
-    """Return the text of a configuration file; raises ConfigError: missing, not a regular file, or not UTF-8."""
+    """Return the text of a configuration file; raises ConfigError: missing, not a regular file, data, or not UTF-8."""
+    if path.suffix.lower() in (".jsonl", ".ndjson", ".parquet", ".csv", ".tsv") and path.is_file():
+        do = f"write a configuration for it: optrush init --model MODEL --data {shlex.quote(str(path))}"
+        raise ConfigError(f"the configuration {path}", "a data file, not YAML", do)
     try:
         return read_text(path)
     except (FileNotFoundError, NotADirectoryError, NotRegularError) as error:

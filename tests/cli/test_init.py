@@ -534,6 +534,10 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "dpo of chats": (["--model", "tiny", "--data", "chat.jsonl", "--objective", "dpo"], ("1 is not a pair",)),
     "sft of pairs": (["--model", "tiny", "--data", "pairs.jsonl", "--objective", "sft"], ("pairs.jsonl:1",)),
     "grpo of text": (["--model", "tiny", "--data", "text.jsonl", "--objective", "grpo"], ("text.jsonl:1",)),
+    "kto without labels": (
+        ["--model", "tiny", "--data", "judged.jsonl", "--objective", "kto"],
+        ("no 'label'", 'use rows {"prompt": ..., "completion": ..., "label": true}', "'data.columns={KEY: label}'"),
+    ),
     "output full": ([*SAMPLE, "--output", "full"], ("the output full", "not empty", "name another folder")),
     "output a file": ([*SAMPLE, "--output", "chat.jsonl"], ("the output chat.jsonl", "a file, not a folder")),
     "output empty": ([*SAMPLE, "--output", ""], ("the output ''", "no name")),
@@ -548,7 +552,17 @@ def test_refused(name, call, here):
     write_rows(here / "bad.jsonl", [{"prompt": "Hm"}])
     write_rows(here / "pairs.jsonl", [{"prompt": "Hm", "chosen": " a", "rejected": " b"}])
     write_rows(here / "text.jsonl", [{"text": "Stir well."}])
+    write_rows(here / "judged.jsonl", [{"prompt": "Hm", "completion": " a", "good": True}])
     refused(call("init", *flags), *says)
+
+
+def test_prompts_without_an_answer_need_a_reward_without_one(call, here):
+    write_rows(here / "prompts.jsonl", [{"prompt": f"Name {i} fruits"} for i in range(12)])
+    flags = ("--model", "tiny", "--data", "prompts.jsonl", "--objective", "grpo")
+    found = call("init", *flags)
+    refused(found, "prompts.jsonl:1", "a prompt without the answer", "regex, length or FILE.py:FUNCTION")
+    assert call("init", *flags, *shlex.split(found.err.partition("such as `")[2].partition("`")[0])).code == 0
+    assert [rule.use for rule in written().grpo.rewards] == ["length"]
 
 
 def test_a_file_in_the_way(call, here):

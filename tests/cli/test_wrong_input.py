@@ -25,6 +25,10 @@ on_cpu = pytest.mark.skipif(bool(hardware.probe()), reason="this machine has wha
 
 TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown key": ("model: tiny\noptim: {lrr: 1}\n", ("run.yaml:2: `optim.lrr`", "no such key", "did you mean `lr`?")),
+    "option beside a reward": (
+        "objective: grpo\ngrpo:\n  rewards: [{use: length, most: 20}]\n",
+        ("run.yaml:3: `grpo.rewards.0.most`", "no such key", "write `options: {most: ...}`", "known: options"),
+    ),
     "unknown key at the top": ("modle: tiny\n", ("run.yaml:1: `modle`", "did you mean `model`?")),
     "unknown key of a model": ("model: {pth: x}\n", ("run.yaml:1: `model.pth`", "did you mean `path`?")),
     "duplicate key": ("model: tiny\nseed: 1\nseed: 2\n", ("run.yaml:3", "`seed` appears twice", "keep")),
@@ -250,6 +254,9 @@ def test_gpu_technique_on_a_cpu(impl, wanted, call, write):
 def test_no_configuration(call, here):
     refused(call("train", "no.yaml"), "the configuration no.yaml", "no such file", "name a YAML file")
     refused(call("train", "."), "the configuration .", "no such file")
+    write_rows(here / "rows.jsonl", [{"prompt": "Hm", "completion": " a"}] * 2)
+    init = "optrush init --model MODEL --data rows.jsonl"
+    refused(call("train", "rows.jsonl"), "the configuration rows.jsonl", "a data file, not YAML", init)
     (here / "latin.yaml").write_bytes(b"output: caf\xe9\n")
     refused(call("train", "latin.yaml"), "latin.yaml", "not UTF-8", "save it as UTF-8")
 
@@ -420,6 +427,10 @@ def test_output_without_rights(call, write, here):
 
 def test_eval(call, write, here):
     refused(call("eval", write(), "--data", "no.jsonl", "--json"), "no.jsonl", "no such file", "check the path")
+    lengths = ("--with", "packing", "--set", "batch.micro_tokens=null")  # decided by the lengths of the rows
+    refused(call("eval", write(), "--data", "no.jsonl", *lengths), "asked: rows from no.jsonl", "no such file")
+    (here / "bad.jsonl").write_text('{"foo": 1}\n')
+    refused(call("eval", write(), "--data", "bad.jsonl"), "asked: the row at bad.jsonl:1", "no known format")
     refused(call("eval", write(), "--model", "no/such/model"), "the model no/such/model", "no such folder")
 
 

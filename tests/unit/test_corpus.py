@@ -153,7 +153,7 @@ def test_refused_rows_keep_their_number_place_and_words():
     assert [(number, str(why.where), why.error.found) for number, why in found.refused] == [
         (1, "a.jsonl:11", "an empty line"), (2, "b.jsonl:21", "no JSON"),
     ]  # fmt: skip
-    assert found.refused[1][1].error.asked == "a row of training data at b.jsonl:21"
+    assert found.refused[1][1].error.asked == "the row at b.jsonl:21"
 
 
 def test_the_first_rows_only():

@@ -258,7 +258,7 @@ def test_a_bad_image_is_a_bad_row(name, base, tmp_path):
     begun = time.monotonic()
     with pytest.raises(DataError) as caught:
         read(base, path)
-    assert caught.value.asked == f"a row of training data at {path}:2" and "image 1 of 1: " in caught.value.found
+    assert caught.value.asked == f"the row at {path}:2" and "image 1 of 1: " in caught.value.found
     assert reason in caught.value.found and "quarantine" in caught.value.do
     found = read(base, path, "data.bad_rows=quarantine", "data.most_bad=0.5")
     assert [row.where.line for row in found.refused] == [2] and len(found.train) == 2

@@ -24,7 +24,7 @@ def row(**keys):
 def why(**keys):
     with pytest.raises(DataError) as caught:
         row(**keys)
-    assert caught.value.asked == "a row of training data at data.jsonl:3"
+    assert caught.value.asked == "the row at data.jsonl:3"
     assert "\n" not in caught.value.found
     return caught.value.found
 

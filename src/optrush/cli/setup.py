@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -102,8 +103,9 @@ def init(
     help_ = "A JSON Lines file of conversations or texts, or a folder of images; sample:recipes is built in."
     init_config.check_sets(set_, epochs)
     with _captioned(file, force) as captioned:
-        data = captioned(value("--data", data, DATA, help_, lambda text: init_config.check_data(captioned(text), set_)))
-        suggested = init_config.check_data(data, set_)
+        check = partial(init_config.check_data, sets=set_, objective=objective or "")
+        data = captioned(value("--data", data, DATA, help_, lambda text: check(captioned(text))))
+        suggested = check(data)
         if objective is None:
             help_ = "sft learns the assistant's words of conversations, pretrain all tokens, dpo learns from pairs."
             objective = _prompt("--objective", suggested, help_, init_config.check_objective) if asking else suggested

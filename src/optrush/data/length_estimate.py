@@ -52,7 +52,7 @@ def estimate_fill(config: Config) -> Fill:
     """
     for path in (o.path for o in config.data.origins if "://" not in o.path):
         if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # not a hub id
-            raise DataError(f"`data.path: {path}`", "no such file", "check the path")
+            raise DataError(f"rows from {path}", "no such file", "check the path")
     T = config.batch.seq
     lengths = [min(n, T) for n in _lengths(config)]
     if not any(lengths):

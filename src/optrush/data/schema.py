@@ -242,7 +242,7 @@ def parts_of(row: Row) -> tuple[Text | Chat | Completion, ...]:
 
 def bad_row(where: RowLocation, reason: str, do: str = MEND) -> DataError:
     """Return the error for a row, in the same words for every reader and cleaner."""
-    return DataError(f"a row of training data at {where}", reason, remedy(reason, do))
+    return DataError(f"the row at {where}", reason, remedy(reason, do))
 
 
 def row_text(row: Row) -> str:
@@ -345,7 +345,8 @@ def _stand_in(raw: dict[str, Any], rules: RowRules) -> dict[str, Any]:
         to = next(iter(filled))
         answers = [key for key in raw if key.lower() in ANSWERING and key != to and raw[key] is not None]
         ways = [f"`data.columns: {{{answers[0]}: {to}}}`"] if answers and to in ("output", "completion") else []
-        ways += ["add the answer", "use grpo.rewards without a reference: regex, length, a function"]
+        ways += ["add the answer", "use a reward without a reference: regex, length or FILE.py:FUNCTION, such as "]
+        ways[-1] += "`grpo.rewards: [{use: length, options: {most: 400}}]`"
         raise _Bad(f"a prompt without the answer that the reward `{rules.compares}` needs", "; or ".join(ways))
     return filled
 
@@ -374,15 +375,21 @@ def _label(raw: dict[str, Any]) -> tuple[dict[str, Any], bool | None]:
     return rest, next(iter(labels.values()), None)
 
 
+KTO_ROWS = (
+    'use rows {"prompt": ..., "completion": ..., "label": true} (or false), or pairs of chosen and rejected; '
+    "if another key holds the label: `data.columns: {KEY: label}`"
+)
+
+
 def _judgement(row: Row, label: bool | None) -> Judged:
     if isinstance(row, Pair):
         if label is not None:
             raise _Bad("the row has 'chosen' and 'rejected' and a label; keep one")
         return Judged((row.chosen, row.rejected), (True, False))
     if not isinstance(row, Chat | Completion):
-        raise _Bad("a text, without an answer to judge")
+        raise _Bad("a text, without an answer to judge", KTO_ROWS)
     if label is None:
-        raise _Bad("no 'label' (true or false) for the answer")
+        raise _Bad("no 'label' (true or false) for the answer", KTO_ROWS)
     return Judged((row,), (label,))
 
 

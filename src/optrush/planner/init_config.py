@@ -153,7 +153,7 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     check_method(request.method)
     check_teacher(request)
     check_sets(request.sets)
-    check_data(request.data, request.sets)
+    check_data(request.data, request.sets, request.objective)
     check_new_output(request.output)
     named = parse_config(SMALLEST, file, request.sets, request.withs).with_
     wanted = instantiate(classes, named)
@@ -193,9 +193,10 @@ def of_model(
         UserError: the data cannot be read, or a flag names an unknown key.
     """
     data = data or RANDOM
-    suited, named = check_data(data, sets), _given(sets).get("objective")
-    objective = named if named in ("sft", "pretrain", *SECTIONS) else suited
-    request = InitRequest(model, objective, data, "runs/new", name, sets=sets)
+    named = _given(sets).get("objective")
+    named = named if named in ("sft", "pretrain", *SECTIONS) else ""
+    suited = check_data(data, sets, named)
+    request = InitRequest(model, named or suited, data, "runs/new", name, sets=sets)
     tree = choose_values(request, *hardware.parse_hardware(name), model=model)
     config = parse_config(yaml.safe_dump(tree), model, sets, withs, withouts)
     refuse_secrets(config)
@@ -381,8 +382,8 @@ def _count_rows(path: Path, text_rows: str) -> int:
     return sum(1 for _ in islice(attempts(path, text_rows), COUNTED))
 
 
-def check_data(text: str, sets: Sequence[str] = ()) -> str:
-    """Return the objective that suits the data; --set may describe its rows.
+def check_data(text: str, sets: Sequence[str] = (), objective: str = "") -> str:
+    """Return the objective that suits the data; --set may describe its rows, which are parsed for `objective`, if any.
 
     Raises:
         ConfigError: no such sample, or an invalid number of documents.
@@ -399,7 +400,7 @@ def check_data(text: str, sets: Sequence[str] = ()) -> str:
         if not re.fullmatch(r"random(:[1-9]\d*)?", text):
             raise ConfigError(f"the data {text}", "no number of documents", "write random, or random:4096")
         return "pretrain"
-    row = _first_row(text, sets)
+    row = _first_row(text, sets, objective)
     if isinstance(row, Judged):
         return JUDGED
     return "dpo" if isinstance(row, Pair) else "pretrain" if isinstance(row, Text) else "sft"
@@ -414,7 +415,7 @@ def _first_row(text: str, sets: Sequence[str], objective: str = "") -> Row | Non
     """Return the first row of a file, parsed for an objective or the one that suits it; None for other data.
 
     Raises:
-        DataError: an invalid row; names the flag of `data.columns` if that helps.
+        DataError: an invalid row; names the flag of `data.columns` or `grpo.rewards` if that helps.
     """
     from optrush.data.readers import read_rows
     from optrush.data.schema import JUDGEMENT, parse_row, row_rules
@@ -426,10 +427,11 @@ def _first_row(text: str, sets: Sequence[str], objective: str = "") -> Row | Non
     where, row = next(read_rows(Path(text).expanduser(), config.data.reading))
     judged = JUDGEMENT & {rules.of_rows.get(key, key).lower() for key in row}
     usual = JUDGED if judged else "dpo"  # structured formats come first, pairs before others
+    compares = "" if any(flag.startswith("grpo.rewards=") for flag in sets) else "number"
     try:
-        return parse_row(where, row, replace(rules, objective=objective or usual))
+        return parse_row(where, row, replace(rules, objective=objective or usual, compares=compares))
     except DataError as error:
-        raise DataError(error.asked, error.found, _COLUMNS.sub(_as_flag, error.do)) from None
+        raise DataError(error.asked, error.found, _LINE.sub(_as_flag, error.do)) from None
 
 
 def _check_first_row(text: str, config: Config) -> None:
@@ -442,12 +444,12 @@ def _check_first_row(text: str, config: Config) -> None:
         check_kind(config.objective, isinstance(parse_row(where, row, row_rules(config)), Pair), where)
 
 
-_COLUMNS = re.compile(r"data\.columns: (\{.*?\})")
+_LINE = re.compile(r"(data\.columns|grpo\.rewards): (\{.*?\}|\[.*?\])")
 
 
 def _as_flag(line: re.Match[str]) -> str:
     """Return the flag that is equivalent to a line of YAML."""
-    return f"--set {shlex.quote(f'data.columns={line[1]}')}"
+    return f"--set {shlex.quote(f'{line[1]}={line[2]}')}"
 
 
 # Keys that --set rejects: they have a flag of their own, or are chosen because others follow from them.
