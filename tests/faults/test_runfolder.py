@@ -9,7 +9,7 @@ import pytest
 
 from optrush import files
 from optrush.errors import ConfigError
-from optrush.trainer.run_dir import KNOWN, check_free, lock, prepare_folder, truncate_metrics
+from optrush.trainer.run_dir import KNOWN, check_free, lock, prepare_folder, truncate_to_step
 
 from harness import ended, fork, ranks, run, small_job, told, wait_until
 
@@ -180,21 +180,21 @@ def test_half_saves_are_removed_at_the_start(tmp_path):
 
 def test_metrics_are_cut_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert truncate_metrics(path, 3) == 0
+    assert truncate_to_step(path, 3) == 0
     lines = [json.dumps({"step": n, "loss": 1 / n}) + "\n" for n in range(1, 6)]
     evaluated = json.dumps({"step": 2, "eval_loss": 1.0}) + "\n"
     whole = "".join(lines[:2]) + evaluated + "".join(lines[2:])
     path.write_text(whole)
-    assert truncate_metrics(path, 5) == 0 and path.read_text() == whole
-    assert truncate_metrics(path, 2) == 3 and path.read_text() == "".join(lines[:2]) + evaluated
-    assert truncate_metrics(path, 0) == 3 and path.read_text() == ""
+    assert truncate_to_step(path, 5) == 0 and path.read_text() == whole
+    assert truncate_to_step(path, 2) == 3 and path.read_text() == "".join(lines[:2]) + evaluated
+    assert truncate_to_step(path, 0) == 3 and path.read_text() == ""
     rng = random.Random(0)
     for _ in range(50):  # torn anywhere in its last line
         torn = whole[: len(whole) - rng.randrange(1, len(lines[-1]))]
         path.write_text(torn)
-        assert truncate_metrics(path, 9) == 1 and path.read_text() == whole[: -len(lines[-1])]
+        assert truncate_to_step(path, 9) == 1 and path.read_text() == whole[: -len(lines[-1])]
     path.write_text("\xff[]\n7\n{}\n" + whole, encoding="latin-1")
-    assert truncate_metrics(path, 9) == 3 and path.read_text() == whole
+    assert truncate_to_step(path, 9) == 3 and path.read_text() == whole
 
 
 def test_metrics_are_whole_whenever_the_cut_is_killed(tmp_path):
@@ -208,8 +208,8 @@ def test_metrics_are_whole_whenever_the_cut_is_killed(tmp_path):
 
         def work(name=name):
             setattr(files, name, die)
-            truncate_metrics(path, 4)
+            truncate_to_step(path, 4)
 
         assert run(work) == -9
         assert path.read_text() == whole
-        assert truncate_metrics(path, 4) == 4 and not (tmp_path / "metrics.jsonl.tmp").exists()
+        assert truncate_to_step(path, 4) == 4 and not (tmp_path / "metrics.jsonl.tmp").exists()

@@ -170,11 +170,8 @@ class Ia3(LinearAdapter):
         return weight * rows[:, None], None if bias is None else bias * rows
 
     def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        parts = (
-            [whole["scale"][None]]
-            if self.feedforward
-            else [p.reshape(-1, 1) for p in self.split_pieces(whole["scale"])]
-        )
+        scale = whole["scale"]
+        parts = [scale[None]] if self.feedforward else [p.reshape(-1, 1) for p in self.split_pieces(scale)]
         yield from ((f"{module}.ia3_l", t) for module, t in zip(self.hf, parts, strict=True))
 
     def taken(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -248,12 +248,8 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
     attention = attention_of(known)
     wrong = next((name for name in resolve_targets(targets, attention) if name in ("gate_proj", "up_proj")), None)
     dense = any({*linear.pieces} & {*DENSE} for linear in env.shape.linears.values())
-    if (
-        dense
-        and isinstance(targets, str)
-        and targets not in (*SETS, *EVERY)
-        and {*resolve_targets(targets, DENSE)} & {*DENSE}
-    ):
+    is_pattern = isinstance(targets, str) and targets not in (*SETS, *EVERY)
+    if dense and is_pattern and {*resolve_targets(targets, DENSE)} & {*DENSE}:
         found, do = "it matches layers without experts or shared experts", "name the linears: [q_proj, dense]"
         return Requirement(False, f"`{technique}:targets={targets}`", found, do)
     if wrong is None and not dense and {*resolve_targets(targets, attention)} & {*DENSE}:
@@ -266,11 +262,7 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
 
 
 def select_expert_matrices(targets: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the stacked expert matrices of a transformers model that `targets` selects.
-
-    `experts`: both matrices. `gate_up_proj`: this one. Else none: sets such as `all-linear`, patterns and `down_proj`
-    select linears outside the experts.
-    """
+    """Return the stacked expert matrices that `targets` selects: `experts` both, `gate_up_proj` itself, others none."""
     names = {targets} if isinstance(targets, str) else {*targets}
     return SETS["experts"] if "experts" in names else SETS["experts"][:1] if "gate_up_proj" in names else ()
 

@@ -231,10 +231,7 @@ class Lora(LinearAdapter):
         for key, tensors in (
             ("lora_A.weight", torch.split(whole["a"], self.s.rank)),
             ("lora_B.weight", [p.flatten(0, 1) for p in self.split_pieces(whole["b"])]),
-            (
-                "lora_magnitude_vector",
-                [p.flatten() for p in self.split_pieces(whole["magnitude"])] if self.s.dora else (),
-            ),
+            ("lora_magnitude_vector", map(torch.flatten, self.split_pieces(whole["magnitude"])) if self.s.dora else ()),
         ):
             yield from ((f"{module}.{key}", t) for module, t in zip(self.hf, tensors, strict=False))
 

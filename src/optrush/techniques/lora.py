@@ -220,9 +220,8 @@ class Lora(Technique):
         inside, dense = list[str](), list[str]()  # experts; other feed-forward parts
         if shape is not None and shape.experts is not None:
             known = [name for name in known if name in ledger.attention_of(known)]
-            dense = [
-                name.removeprefix("dense.") for name in ledger.resolve_targets(targets, known) if name in ledger.DENSE
-            ]
+            resolved = ledger.resolve_targets(targets, known)
+            dense = [name.removeprefix("dense.") for name in resolved if name in ledger.DENSE]
             inside = [name for name, *_ in ledger.expert_sizes(shape, targets)]
             what = "the routers of the experts stay" if inside else "the experts and their routers stay"
             trainer.notes.append(f"lora: {what} frozen, without adapters")
@@ -231,10 +230,8 @@ class Lora(Technique):
             what = "the routers" if inside else "the stacked matrices"
             trainer.notes.append(f"lora: {what} of the experts stay frozen, without adapters")
         expert_targets = inside if targets is chosen_targets else ()
-        chosen_names = (
-            name for name in ledger.resolve_targets(targets, known) if name not in (*expert_targets, *ledger.DENSE)
-        )
-        names = (*chosen_names, *dense)
+        resolved = ledger.resolve_targets(targets, known)
+        names = (*(name for name in resolved if name not in (*expert_targets, *ledger.DENSE)), *dense)
         if names or not inside:
             adapted.check_targets(self.name, model, recipe, names if inside or dense else targets, self.save)
         trainer.notes += ledger.remarks(self.name, self.targets, shape, known)

@@ -267,7 +267,7 @@ def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest:
     config, output = trainer.config, Path(trainer.config.output)
     check_run_output(request.resolved, request.resume)  # again: another run may have finished here meanwhile
     run_dir.prepare_folder(output, config.train.overwrite and request.resume is None)
-    run_dir.truncate_metrics(output / "metrics.jsonl", -1 if manifest is None else plan.done)
+    run_dir.truncate_to_step(output / "metrics.jsonl", -1 if manifest is None else plan.done)
     files.open_to_append(output / "metrics.jsonl").close()
     reasons = "".join(f"# {line}\n" for line in request.resolved.lines())
     if not reasons and manifest is not None and (output / "run.yaml").is_file():  # decided at its start

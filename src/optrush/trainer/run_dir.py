@@ -291,7 +291,7 @@ def resume_line(output: Path) -> str:
     return f"resume from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; start again"
 
 
-def truncate_metrics(metrics: Path, step: int) -> int:
+def truncate_to_step(metrics: Path, step: int) -> int:
     """Keep the complete lines of steps up to `step`; return the number of removed lines.
 
     A kill during a write leaves a partial line. The old file stays until the new one is on disk.
