@@ -31,7 +31,7 @@ import recipes
 from optrush.benchmark import record
 from optrush.benchmark.worker import MetricLines
 from optrush.config import Config, dump_config, parse_config
-from optrush.data.sampler import reading
+from optrush.data.sampler import close_workers_after
 from optrush.decide import decide
 from optrush.trainer.build import build
 from optrush.trainer.run import batches
@@ -51,7 +51,7 @@ def curve(config: Config) -> dict[str, Any]:
     trainer.set_step = partial(set_step, trainer, steps=plan.total)
     meter = MetricLines(trainer, plan.total)
     evaluation, trainer.evaluation = trainer.evaluation, None  # evaluated once, at the end
-    with reading(trainer.batches):
+    with close_workers_after(trainer.batches):
         train(trainer, meter, plan, lambda _: None)
     losses = [line["loss"] for line in meter.lines]
     sound = meter.failure is None and len(losses) == plan.total and None not in losses

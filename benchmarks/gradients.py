@@ -40,7 +40,7 @@ from optrush import exporting
 from optrush.benchmark import ladder, record, results, worker
 from optrush.benchmark.worker import exported_gradients, sketch
 from optrush.config import Config, dump_config, parse_config
-from optrush.data.sampler import reading
+from optrush.data.sampler import close_workers_after
 from optrush.decide import decide
 from optrush.errors import UserError
 from optrush.models import weights
@@ -61,7 +61,7 @@ def trained(config: Config, folder: Path) -> dict[str, Any]:
     dpo_reference.fill_reference(trainer, prepared)
     plan = RunPlan(trainer, trainer.stream.plan(None, config.train.steps))
     trainer.batches = batches(trainer, plan)
-    with reading(trainer.batches):
+    with close_workers_after(trainer.batches):
         lines = worker.loop(trainer, plan).lines
     (folder / "model").mkdir()
     weights.export_weights(folder / "model", exporting.published_tensors(trainer), trainer.weight_map, trainer.hf)

@@ -36,7 +36,7 @@ import torch
 
 from optrush.benchmark import record, worker
 from optrush.config import Config, Training, parse_config
-from optrush.data.sampler import reading
+from optrush.data.sampler import close_workers_after
 from optrush.decide import decide
 from optrush.report.bench import GAPS
 from optrush.trainer.build import build
@@ -70,7 +70,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     plan = RunPlan(trainer, trainer.stream.plan(None, total))
     trainer.batches = batches(trainer, plan)
     trainer.set_step = partial(set_step, trainer, steps=total)
-    with reading(trainer.batches):
+    with close_workers_after(trainer.batches):
         one(trainer, 1)
         torch.cuda.synchronize()
         first = age()

@@ -345,7 +345,7 @@ def _documents(tokens: Tokens, paths: Sequence[str], sample: str | None, config:
             if path.startswith(readers.HUB) or not Path(path).exists():
                 continue
             for file in readers.find_files(path):
-                yield from _tokenised(tokens, readers.attempts(file), schema.row_rules(config))
+                yield from _tokenised(tokens, readers.read_rows_or_errors(file), schema.row_rules(config))
         except (DataError, OSError):
             continue
 

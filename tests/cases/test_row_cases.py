@@ -31,7 +31,7 @@ from optrush.data import chat_template, mask
 from optrush.data.chat_template import Tokens
 from optrush.data.dataset import read_sources
 from optrush.data.packing import Packed, Padded
-from optrush.data.readers import attempts, chunks, find_files
+from optrush.data.readers import chunks, find_files, read_rows_or_errors
 from optrush.data.sampler import Loading, Stream, stream_of
 from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, RowRules, Text, parse_row
 from optrush.data.tokenize import identity
@@ -611,7 +611,7 @@ def test_rows_are_read_as_without_marks_and_blank_lines_at_the_end(end, stream, 
         (_, ours), (_, theirs) = (source.train.read([one]).samples[0] for source in (marked, plain))
         assert ours[0].ids.tolist() == theirs[0].ids.tolist()
     parts = list(chunks(Path("marked.jsonl"), 10))
-    found = [row for part in parts for _, row in attempts(part)]
+    found = [row for part in parts for _, row in read_rows_or_errors(part)]
     assert found == [json.loads(row) for row in rows]
 
 
@@ -619,18 +619,21 @@ def test_other_formats_are_read_as_without_marks_and_carriage_returns(tiny_home)
     text = "one\r\ntwo\r\n\r\nthree\r\n"
     for mark in ("", BOM):
         Path("a.txt").write_bytes((mark + text).encode())
-        assert [row for _, row in attempts(Path("a.txt"))] == [{"text": "one\ntwo\n\nthree\n"}]
-        assert [row for _, row in attempts(Path("a.txt"), "paragraph")] == [{"text": "one\ntwo"}, {"text": "three"}]
-        assert [row["text"] for _, row in attempts(Path("a.txt"), "line")] == ["one", "two", "three"]
+        assert [row for _, row in read_rows_or_errors(Path("a.txt"))] == [{"text": "one\ntwo\n\nthree\n"}]
+        assert [row for _, row in read_rows_or_errors(Path("a.txt"), "paragraph")] == [
+            {"text": "one\ntwo"},
+            {"text": "three"},
+        ]
+        assert [row["text"] for _, row in read_rows_or_errors(Path("a.txt"), "line")] == ["one", "two", "three"]
         Path("a.csv").write_bytes(f'{mark}text,n\r\n"one\r\ntwo",1\r\nthree,2\r\n\r\n\r\n'.encode())
-        assert [row for _, row in attempts(Path("a.csv"))] == [
+        assert [row for _, row in read_rows_or_errors(Path("a.csv"))] == [
             {"text": "one\ntwo", "n": "1"},
             {"text": "three", "n": "2"},
         ]
         Path("a.json").write_bytes(f'{mark}[{{"text": "one"}}]\r\n'.encode())
-        assert [row for _, row in attempts(Path("a.json"))] == [{"text": "one"}]
+        assert [row for _, row in read_rows_or_errors(Path("a.json"))] == [{"text": "one"}]
         Path("a.jsonl.gz").write_bytes(gzip.compress(f'{mark}{{"text": "one"}}\r\n\r\n'.encode()))
-        assert [row for _, row in attempts(Path("a.jsonl.gz"))] == [{"text": "one"}]
+        assert [row for _, row in read_rows_or_errors(Path("a.jsonl.gz"))] == [{"text": "one"}]
 
 
 def test_a_template_is_read_as_without_a_mark(tiny_home):

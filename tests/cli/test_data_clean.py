@@ -224,7 +224,7 @@ def test_a_check_finds_other_bytes(call, recipes, monkeypatch):
     from optrush.data import cleaning
 
     assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
-    monkeypatch.setattr(cleaning, "near", lambda *_: iter(()))
+    monkeypatch.setattr(cleaning, "find_near_duplicates", lambda *_: iter(()))
     monkeypatch.setattr("optrush.data.cleaning.version", lambda name: "other")
     done = call("data", "clean", "--check", "out")
     assert done.code == 2 and "rows.jsonl, removed.jsonl came out differently" in done.err

@@ -367,7 +367,7 @@ def test_data_that_cannot_be_read_is_not_there(call, trained, monkeypatch):
     def fail(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(exporting.readers, "attempts", fail)
+    monkeypatch.setattr(exporting.readers, "read_rows_or_errors", fail)
     assert "random tokens" in exported(call, "run")["compared"]["texts"]
 
 

@@ -6,7 +6,7 @@ Strictly, reading stops at the bad row; as for a quarantine it goes on, and the 
 import json
 from typing import Any
 
-from optrush.data.readers import attempts, read_rows
+from optrush.data.readers import read_rows, read_rows_or_errors
 from optrush.data.schema import parse_row
 from optrush.errors import DataError
 
@@ -53,7 +53,7 @@ def named(path, at, reason, goods):
     error = strictly(path)
     assert error is not None and error.asked.endswith(f"{path}:{at + 1}") and reason in error.found, error
     bad, rows = [], []
-    for where, found in attempts(path):
+    for where, found in read_rows_or_errors(path):
         try:
             if isinstance(found, DataError):
                 raise found

@@ -127,8 +127,8 @@ def stopped_in(module, name, victim, after=False):
 
 
 STARTS = {
-    "store": (peers, "_peek", 1, False), "met, the store's": (distributed, "meet", 0, True),
-    "met": (distributed, "meet", 1, True), "group": (dist, "init_process_group", 0, True),
+    "store": (peers, "_peek", 1, False), "met, the store's": (distributed, "agree_on_prefix", 0, True),
+    "met": (distributed, "agree_on_prefix", 1, True), "group": (dist, "init_process_group", 0, True),
     "watch": (distributed, "Watch", 1, False),
 }  # fmt: skip
 
@@ -270,7 +270,7 @@ def test_ranks_meet_over_old_keys():
     for _ in range(3):
         found: dict[int, str] = {}
         threads = [
-            threading.Thread(target=lambda r=r, found=found: found.update({r: peers.meet(store, r, 3, 30)}))
+            threading.Thread(target=lambda r=r, found=found: found.update({r: peers.agree_on_prefix(store, r, 3, 30)}))
             for r in (2, 0, 1)
         ]
         for thread in threads:
@@ -282,7 +282,7 @@ def test_ranks_meet_over_old_keys():
         names.append(found[0])
     assert len(set(names)) == 3
     with pytest.raises(RunError, match=r"found: ranks 1, 2 did not connect within 0\.2 s"):
-        peers.meet(store, 0, 3, 0.2)
+        peers.agree_on_prefix(store, 0, 3, 0.2)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from optrush import files
 from optrush.errors import ConfigError
-from optrush.trainer.run_dir import KNOWN, check_free, claim, cut_back, lock
+from optrush.trainer.run_dir import KNOWN, check_free, lock, prepare_folder, truncate_to_step
 
 from harness import ended, fork, ranks, run, small_job, told, wait_until
 
@@ -63,7 +63,7 @@ def test_where_a_run_may_begin(tmp_path):
     check_free(tmp_path / "new" / "deep", False, None)
     check_free(tmp_path / "new" / "deep", True, None)
     check_free(tmp_path / "ünï côde" / ("x" * 200), False, None)
-    claim(tmp_path / "ünï côde" / ("x" * 200), False)
+    prepare_folder(tmp_path / "ünï côde" / ("x" * 200), False)
     assert not (tmp_path / "new").exists(), "looking writes nothing"
     folder = a_run(tmp_path / "run")
     before = found(folder)
@@ -124,7 +124,7 @@ def test_where_nothing_can_be_written(tmp_path):
     with pytest.raises(ConfigError, match="is not a folder"):
         check_free(tmp_path / "file" / "deeper", False, None)
     with pytest.raises(ConfigError, match="File name too long"):
-        claim(tmp_path / ("x" * 300), False)
+        prepare_folder(tmp_path / ("x" * 300), False)
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o555)
     tmp_path.chmod(0o755)
@@ -153,9 +153,9 @@ def test_emptying_takes_a_runs_things_only(tmp_path):
     (folder / "report.html").symlink_to(precious / "thesis.tex")
     (folder / "checkpoints" / "step-000009").symlink_to(precious)
     (folder / "quarantine.jsonl").symlink_to(precious)
-    claim(folder, True)
+    prepare_folder(folder, True)
     assert found(folder) == {".lock"} and found(precious) == {"thesis.tex"}
-    claim(folder, True)  # empty already
+    prepare_folder(folder, True)  # empty already
     for change in ("foreign", "no run.yaml"):
         folder = a_run(tmp_path / change)
         if change == "foreign":
@@ -163,7 +163,7 @@ def test_emptying_takes_a_runs_things_only(tmp_path):
         else:
             (folder / "run.yaml").unlink()
         before = found(folder)
-        for ask in (check_free, lambda *a: claim(*a[:2])):
+        for ask in (check_free, lambda *a: prepare_folder(*a[:2])):
             with pytest.raises(ConfigError):
                 ask(folder, True, None)
         assert found(folder) == before
@@ -174,27 +174,27 @@ def test_half_saves_are_removed_at_the_start(tmp_path):
     (tmp_path / "checkpoints" / "step-000002.tmp-0a1b").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-000002.tmp-0a1b" / "rank-0.safetensors").write_text("half")
     (tmp_path / "checkpoints" / "my.tmp-notes").mkdir()
-    claim(tmp_path, False)
+    prepare_folder(tmp_path, False)
     assert found(tmp_path) == {"checkpoints", "checkpoints/my.tmp-notes"}
 
 
 def test_metrics_are_cut_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert cut_back(path, 3) == 0
+    assert truncate_to_step(path, 3) == 0
     lines = [json.dumps({"step": n, "loss": 1 / n}) + "\n" for n in range(1, 6)]
     evaluated = json.dumps({"step": 2, "eval_loss": 1.0}) + "\n"
     whole = "".join(lines[:2]) + evaluated + "".join(lines[2:])
     path.write_text(whole)
-    assert cut_back(path, 5) == 0 and path.read_text() == whole
-    assert cut_back(path, 2) == 3 and path.read_text() == "".join(lines[:2]) + evaluated
-    assert cut_back(path, 0) == 3 and path.read_text() == ""
+    assert truncate_to_step(path, 5) == 0 and path.read_text() == whole
+    assert truncate_to_step(path, 2) == 3 and path.read_text() == "".join(lines[:2]) + evaluated
+    assert truncate_to_step(path, 0) == 3 and path.read_text() == ""
     rng = random.Random(0)
     for _ in range(50):  # torn anywhere in its last line
         torn = whole[: len(whole) - rng.randrange(1, len(lines[-1]))]
         path.write_text(torn)
-        assert cut_back(path, 9) == 1 and path.read_text() == whole[: -len(lines[-1])]
+        assert truncate_to_step(path, 9) == 1 and path.read_text() == whole[: -len(lines[-1])]
     path.write_text("\xff[]\n7\n{}\n" + whole, encoding="latin-1")
-    assert cut_back(path, 9) == 3 and path.read_text() == whole
+    assert truncate_to_step(path, 9) == 3 and path.read_text() == whole
 
 
 def test_metrics_are_whole_whenever_the_cut_is_killed(tmp_path):
@@ -208,8 +208,8 @@ def test_metrics_are_whole_whenever_the_cut_is_killed(tmp_path):
 
         def work(name=name):
             setattr(files, name, die)
-            cut_back(path, 4)
+            truncate_to_step(path, 4)
 
         assert run(work) == -9
         assert path.read_text() == whole
-        assert cut_back(path, 4) == 4 and not (tmp_path / "metrics.jsonl.tmp").exists()
+        assert truncate_to_step(path, 4) == 4 and not (tmp_path / "metrics.jsonl.tmp").exists()

@@ -151,7 +151,7 @@ def test_killed_at_every_call_that_changes_the_disk(model, path, call, when, mon
     store = tokenize.ShardStore(folder)
     done, kept = store.begun[0], shards(folder)
     assert len(done) == (2 if (call, when) == ("rename_file", "after") else 1) and 0 not in store.whole
-    skip = sum(tokenize.mapped(p).rows for p in done)
+    skip = sum(tokenize.open_shard(p).rows for p in done)
     names, _ = make(Missing(job, skip, len(done)))
     assert digests([p.name for p in done] + names) == whole and kept.items() <= shards(folder).items()
 

@@ -18,7 +18,7 @@ from optrush.decide import decide
 from optrush.errors import NeedsError
 from optrush.exporting import write_model
 from optrush.peft import io
-from optrush.peft.adapter import outside
+from optrush.peft.adapter import find_outer_modules
 
 from parity_models import EXPERTS, FAMILIES, SIZES, UNPACKED, packed, reference, save
 from trials import apart, assembled
@@ -200,7 +200,7 @@ def gradients(trainer) -> dict[str, torch.Tensor]:
             if t.name.startswith(name)
         }
         found |= dict(adapter.published(own))
-    modules = outside(trainer.model, trainer.weight_map)
+    modules = find_outer_modules(trainer.model, trainer.weight_map)
     return found | {f"{modules[t.name]}.weight": t.parameter.grad for t in trainer.trained if t.name in modules}
 
 

@@ -12,13 +12,13 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.utils import counters
 
-from optrush.data.sampler import reading
+from optrush.data.sampler import close_workers_after
 
 
 @pytest.fixture(autouse=True)
 def _end_workers() -> Iterator[None]:
     yield
-    with reading(iter(())):
+    with close_workers_after(iter(())):
         pass
 
 

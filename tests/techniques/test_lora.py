@@ -361,13 +361,13 @@ GLM = {  # GLM-4.7-Flash
 )  # fmt: skip
 def test_expressions_and_ends_of_names(targets, names):
     """As PEFT reads them: a text that is no name as an expression of whole names, an entry with dots as an end."""
-    assert ledger.chosen(targets, ledger.LINEARS) == names
+    assert ledger.resolve_targets(targets, ledger.LINEARS) == names
 
 
 @pytest.mark.parametrize("pattern", [r".*layers\.(3|7)\..*q_proj", r".*\.1[0-9]\..*", "(q_proj", "*q_proj"])
 def test_an_expression_of_some_layers_or_of_none(pattern):
     with pytest.raises(NeedsError, match=r"in some layers only|not a regular expression"):
-        ledger.chosen(pattern, ledger.LINEARS)
+        ledger.resolve_targets(pattern, ledger.LINEARS)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_an_expression_of_some_layers_or_of_none(pattern):
 def test_an_expression_that_takes_too_long_is_refused(pattern, monkeypatch):
     monkeypatch.setattr(ledger, "MATCHING_s", 0.05)
     with pytest.raises(NeedsError, match=r"takes longer than 0\.05 s") as caught:
-        ledger.chosen(pattern, ledger.LINEARS)
+        ledger.resolve_targets(pattern, ledger.LINEARS)
     assert caught.value.do.startswith("name the linears: [q_proj, ")
 
 

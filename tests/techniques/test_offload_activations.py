@@ -451,12 +451,12 @@ def test_the_plan_moves_all_but_two_blocks():
 def test_the_plan_counts_the_link_to_the_host():
     n, device = 16 * 2048, NAMED["h200"]
     moved = book(NAME)
-    effort = next(e for e in cost.efforts(moved, device, n) if e.name == "offload")
+    effort = next(e for e in cost.list_work_times(moved, device, n) if e.name == "offload")
     assert effort.bytes == pytest.approx(2 * sum(ledger.host_bytes(moved, n))) and effort.where == "link"
     alone = cost.step_seconds(book(), device, n)
     assert cost.step_seconds(moved, device, n) > effort.seconds > alone, "all of it is more than the link can carry"
     assert cost.step_seconds(book(NAME, "recompute"), device, n) == cost.step_seconds(book("recompute"), device, n)
-    assert not [e for e in cost.efforts(book(), device, n) if e.name == "offload"]
+    assert not [e for e in cost.list_work_times(book(), device, n) if e.name == "offload"]
     assert (
         cost.device_rates(NAMED["a100-80"]).host_bytes_s < cost.device_rates(device).host_bytes_s
         and cost.device_rates(CPU) is None

@@ -25,7 +25,7 @@ from optrush.config import parse_config
 from optrush.data import pool, tokenize
 from optrush.data.chat_template import Tokens
 from optrush.data.schema import NO_RULES
-from optrush.data.tokenize import Missing, Progress, TokenizeWork, jobs, mapped, tokenized
+from optrush.data.tokenize import Missing, Progress, TokenizeWork, jobs, open_shard, tokenized
 from optrush.errors import DataError
 
 from trials import alive
@@ -59,7 +59,7 @@ def work(tokens, *paths, say=lambda line: None, kept=None, cleaning="", **data):
 
 def ids(made):
     """Documents, of shards in memory or on the disk."""
-    found = [mapped(m) if isinstance(m, Path) else m for m in made]
+    found = [open_shard(m) if isinstance(m, Path) else m for m in made]
     return [s.ids[a:b].tolist() for s in found for a, b in zip(s.starts, s.starts[1:])]
 
 
@@ -272,12 +272,12 @@ def test_a_job_that_is_half_done_is_gone_on_with(here, tokens, monkeypatch):
         patch.setattr(tokenize, "BATCH_rows", 3)
         maker(tokens, given.folder, [kept])(Missing(job, 0, 0))
     first, *rest = sorted(given.folder.glob("*.safetensors"))
-    assert rest and mapped(first).rows and mapped(first).cleaned
+    assert rest and open_shard(first).rows and open_shard(first).cleaned
     for other in rest:
         other.unlink()
     before = first.stat()
     made = list(tokenized(given))
-    assert made[0] == first and first.stat() == before and mapped(made[1]).last
+    assert made[0] == first and first.stat() == before and open_shard(made[1]).last
     assert ids(made) == ids(whole(tokens, path, [kept]))
 
 

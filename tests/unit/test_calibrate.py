@@ -406,7 +406,7 @@ def test_an_unknown_device_is_known_once_it_was_measured():
         [*alone.work, WorkItem("reduce", "", "step", unit="link", values=1e9, role="wide")], BFLOAT16, []
     )
     assert cost.step_seconds(linked, device, 100.0, found) is None, "nobody knows its link"
-    assert [e.name for e in cost.efforts(linked, device, 100.0, found)] == ["forward.down"]
+    assert [e.name for e in cost.list_work_times(linked, device, 100.0, found)] == ["forward.down"]
 
 
 # --- the plan
@@ -441,7 +441,7 @@ def test_the_search_goes_by_it_too():
     assert {s.prediction.basis for s in found.settings} == {"calibrated"}
     again = search.predict(with_setting(llama(), best), "h200")
     assert again.tokens_per_s == pytest.approx(best.prediction.tokens_per_s)
-    rows = {name: setting for name, _, setting in search.family(llama(), "h200", best)}
+    rows = {name: setting for name, _, setting in search.predict_family(llama(), "h200", best)}
     assert rows["llama-3.1-8b"] is not None and rows["llama-3.1-8b"].prediction.basis == "calibrated"
 
 

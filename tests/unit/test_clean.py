@@ -365,7 +365,7 @@ def test_parquet(tmp_path):
 def test_lines_of_text_that_are_blank_keep_their_number(tmp_path, monkeypatch):
     """Row k of a part stands at the part's first line + k, as whoever tokenises counts."""
     from optrush.data import cleaning as module
-    from optrush.data.readers import attempts, chunks
+    from optrush.data.readers import chunks, read_rows_or_errors
 
     path = tmp_path / "a.txt"
     path.write_text("\nlong enough\n\nx\n\nlong enough too\nx\n")
@@ -375,7 +375,7 @@ def test_lines_of_text_that_are_blank_keep_their_number(tmp_path, monkeypatch):
     seen = [
         (where.line, bool(found.kept[path][part.first - 1 + k]))
         for part in found.table.parts
-        for k, (where, _) in enumerate(attempts(part, "line"))
+        for k, (where, _) in enumerate(read_rows_or_errors(part, "line"))
     ]
     assert seen == [(2, True), (4, False), (6, True), (7, False)]
 

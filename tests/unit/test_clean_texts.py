@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from optrush.data import similarity as texts
 from optrush.data.cleaning import repeated_share
-from optrush.data.similarity import Sets, banding, bands, candidates, exact, near
+from optrush.data.similarity import Sets, banding, bands, candidates, find_exact_duplicates, find_near_duplicates
 
 SENTENCES = st.lists(st.sampled_from(("a", "b", "c", "d", "e", "f")), max_size=12).map(" ".join)
 
@@ -68,7 +68,7 @@ def test_repeated_share(text):
 def test_exact(rows):
     digests = np.array([row[:2] for row in rows], np.uint64).reshape(-1, 2)
     alive = np.array([row[2] for row in rows], bool)
-    again, first = exact(digests, alive)
+    again, first = find_exact_duplicates(digests, alive)
     wanted, seen = {}, dict[tuple[int, int], int]()
     for i, (a, b, lives) in enumerate(rows):
         if lives and seen.setdefault((a, b), i) != i:
@@ -125,7 +125,7 @@ def test_near_against_all_pairs(seed, threshold, block):
     keys = bands(flat, sizes, banding(threshold))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(texts, "PAIRS", block)
-        found = list(near(keys, Sets(flat, sizes), np.arange(len(sets)), threshold))
+        found = list(find_near_duplicates(keys, Sets(flat, sizes), np.arange(len(sets)), threshold))
     wanted = brute(sets, threshold)
     assert [i for i, _, _ in found] == sorted(wanted)
     gone = set(wanted)
@@ -143,7 +143,7 @@ def test_a_crowd_of_rows_that_share_a_band():
     keys[398, 4:6] = keys[300, 4:6]
     assert list(candidates(keys)) == [(398, 300), (399, 200)]
     alike = Sets(np.tile(np.arange(10, dtype=np.uint32), 400), np.full(400, 10))  # all equal, were they compared
-    assert list(near(keys, alike, np.arange(400), 0.9)) == [(398, 300, 1.0), (399, 200, 1.0)]
+    assert list(find_near_duplicates(keys, alike, np.arange(400), 0.9)) == [(398, 300, 1.0), (399, 200, 1.0)]
 
 
 def test_the_similarity_of_a_part_and_its_whole():

@@ -235,7 +235,7 @@ def test_a_shard_comes_back_from_its_file(tmp_path):
 
 def test_an_empty_shard_has_a_file_too(tmp_path):
     empty = Builder().shard(last=True)
-    assert len(tokenize.mapped(tokenize.commit_shard(empty, tmp_path, 0, 0))) == 0
+    assert len(tokenize.open_shard(tokenize.commit_shard(empty, tmp_path, 0, 0))) == 0
 
 
 @pytest.mark.parametrize("where", ["length", "header", "ids", "end"])

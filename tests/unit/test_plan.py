@@ -395,7 +395,7 @@ def test_nothing_fits():
 def test_the_family():
     run = llama()
     best = search.search(run, "h200").settings[0]
-    rows = list(search.family(run, "h200", best))
+    rows = list(search.predict_family(run, "h200", best))
     sizes = [parameters for _, parameters, _ in rows]
     assert sizes == sorted(sizes) and {"llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"} <= {name for name, _, _ in rows}
     by = {name: setting for name, _, setting in rows}

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from meshes import further
 from optrush.config import Data, parse_config
 from optrush.data import readers
-from optrush.data.readers import Chunk, attempts, chunks, read_rows
+from optrush.data.readers import Chunk, chunks, read_rows, read_rows_or_errors
 from optrush.errors import ConfigError, DataError, NeedsError
 
 GOOD = b'{"text": "good", "id": 7}\n'
@@ -58,7 +58,8 @@ BAD = {
 def found(source, **options):
     """(line, row or the reason why it is none) of each."""
     return [
-        (where.line, row.found if isinstance(row, DataError) else row) for where, row in attempts(source, **options)
+        (where.line, row.found if isinstance(row, DataError) else row)
+        for where, row in read_rows_or_errors(source, **options)
     ]
 
 
@@ -188,7 +189,7 @@ def test_an_array_is_read_whatever_its_layout(tmp_path):
 def test_a_damaged_array(tmp_path, raw, reason):
     path = tmp_path / "a.json"
     path.write_bytes(raw)
-    assert reason in refused(lambda: list(attempts(path))).found
+    assert reason in refused(lambda: list(read_rows_or_errors(path))).found
 
 
 # --- CSV
@@ -371,7 +372,7 @@ def test_parquet_files_that_cannot_be_read(tmp_path):
     whole = path.read_bytes()
     for cut in (0, 5, 1000, len(whole) - 1):
         path.write_bytes(whole[:cut])
-        for way in (attempts, chunks):
+        for way in (read_rows_or_errors, chunks):
             error = refused(lambda way=way: list(way(path)))
             assert "Parquet" in error.found and "fix the file" in error.do
     holed = bytearray(whole)
@@ -415,7 +416,7 @@ def test_damaged_packed_files_say_how_far_they_got(tmp_path, packing):
         read_so_far = []
 
         def walk(read_so_far=read_so_far):
-            for _, row in attempts(path):
+            for _, row in read_rows_or_errors(path):
                 read_so_far.append(row)
 
         error = refused(walk)
@@ -463,7 +464,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, suffix):
             path.write_bytes(gzip.compress(jsonl(rows), 1) if suffix.endswith("gz") else jsonl(rows))
         del rows
         tracemalloc.start()
-        assert sum(1 for _ in attempts(path)) == n
+        assert sum(1 for _ in read_rows_or_errors(path)) == n
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.3 * peaks[0] + (1 << 20), peaks

@@ -19,8 +19,8 @@ from optrush.data.chat_template import Tokens
 from optrush.data.dataset import read_sources
 from optrush.data.length_estimate import estimate
 from optrush.data.packing import Packed
-from optrush.data.readers import attempts, chunks, find_files, read_rows
-from optrush.data.sampler import Loading, reading, stream_of
+from optrush.data.readers import chunks, find_files, read_rows, read_rows_or_errors
+from optrush.data.sampler import Loading, close_workers_after, stream_of
 from optrush.data.samples import permutation
 from optrush.errors import ConfigError, DataError, NeedsError
 
@@ -398,7 +398,7 @@ def test_bad_rows_of_a_stream(here, tokens, monkeypatch):
         steps = stream_of(live, Packed(window=40), T=512, rows=4, seed=0, most_bad=0.5)
         steps.aside = here / f"aside-{workers}.jsonl"
         batches = steps.run(steps.plan(steps=40), 0, rank=0, ranks=1, micro_rows=4, loading=Loading(workers))
-        with reading(batches):
+        with close_workers_after(batches):
             assert len(list(batches)) == 40 and steps.counts.rows > len(live)
         lines = [json.loads(line)["line"] for line in steps.aside.read_text().splitlines()]
         assert sorted(lines) == list(range(301, 301 + len(BAD)))
@@ -450,7 +450,7 @@ def test_an_index_of_cleaned_text_goes_by_parts(here):
     path.write_text("".join(f"{text(i)}\n" + "\n" * (i % 3) for i in range(30)))
     lines, kept = [], np.zeros(200, bool)
     for part in chunks(path, 60, "line"):
-        for k, (where, _) in enumerate(attempts(part, "line"), part.first - 1):
+        for k, (where, _) in enumerate(read_rows_or_errors(part, "line"), part.first - 1):
             kept[k] = where.line % 2
             lines += [where.line - 1] * (where.line % 2)
     assert dataset.index(path, kept, "line", 60).chosen.tolist() == lines and 5 < len(lines) < 25

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from meshes import further
 from optrush.data import pool, sampler, tokenize
 from optrush.data.packing import Fitted, Packed, Padded, Sorted, Wrapped
-from optrush.data.sampler import LiveStream, Loading, Stream, epoch_order, evaluation, prefetched, reading, stream_of
+from optrush.data.sampler import (
+    LiveStream,
+    Loading,
+    Stream,
+    close_workers_after,
+    epoch_order,
+    evaluation,
+    prefetched,
+    stream_of,
+)
 from optrush.data.samples import Counts, SampleChunk, permutation
 from optrush.data.schema import Document
 from optrush.errors import ConfigError, DataError, RunError
@@ -355,7 +364,7 @@ def test_a_killed_worker_is_an_error_at_once():
 
     def consume():
         items = prefetched(mortal, range(50), Loading(2))
-        with reading(items):
+        with close_workers_after(items):
             for _ in items:
                 pass
 
@@ -369,7 +378,7 @@ def workers():
 
 def test_workers_end_with_the_reading():
     items = prefetched(lambda n: n, range(50), Loading(2))
-    with reading(items):
+    with close_workers_after(items):
         assert next(items) == 0
         begun = workers()
         assert len(begun) == 2 and all(map(alive, begun))
@@ -387,7 +396,7 @@ def test_workers_end_with_the_reading_whoever_still_holds_them():
     for make in (lambda n: n, stops):
         items = prefetched(make, range(50), Loading(2))
         begun = workers()
-        with reading(iter([])):  # nothing here closes `items`
+        with close_workers_after(iter([])):  # nothing here closes `items`
             assert next(items) == 0
             time.sleep(0.3)  # until one of them has stopped
         assert len(begun) == 2 and not any(map(alive, begun))
@@ -429,11 +438,11 @@ def test_a_forked_process_does_not_end_the_workers_of_its_parent():
     assert next(items) == 0 and len(workers()) == 2
     if (pid := os.fork()) == 0:
         items.close()
-        with reading(items):
+        with close_workers_after(items):
             pass
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and len(workers()) == 2
-    with reading(items):
+    with close_workers_after(items):
         assert list(items) == [*range(1, 8)]
     assert not workers()
 

@@ -28,7 +28,7 @@ from optrush.benchmark.record import Keep, answer_request
 from optrush.benchmark.worker import MetricLines
 from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
-from optrush.data.sampler import reading
+from optrush.data.sampler import close_workers_after
 from optrush.decide import decide
 from optrush.errors import ConfigError
 from optrush.files import regular
@@ -122,7 +122,7 @@ def noise_draws(trainer: Trainer, plan: RunPlan, until: float) -> list[Draw]:
     """Train until the run or the time is over; return the norms of each step."""
     draws = list[Draw]()
     trainer.batches = batches(trainer, plan)
-    with reading(trainer.batches):
+    with close_workers_after(trainer.batches):
         for step in plan.steps:
             if draws and time.monotonic() > until:
                 break
@@ -261,7 +261,7 @@ def train_leg(trainer: Trainer, plan: RunPlan, rate: float, done: int, stop: int
     meter = MetricLines(trainer, stop)
     trainer.set_step, trainer.batches = begin, batches(trainer, part)
     trainer.stop.told = trainer.stop.agreed = 0  # an earlier rate may have failed
-    with reading(trainer.batches):
+    with close_workers_after(trainer.batches):
         train(trainer, meter, part, lambda _: None)
     failed = meter.failure is not None or not meter.evals or not math.isfinite(meter.evals[-1])
     return math.inf if failed else meter.evals[-1]

@@ -33,7 +33,7 @@ from optrush.config import Config, parse_config
 from optrush.data import sampler
 from optrush.data.batch import Batch
 from optrush.data.dataset import read_sources
-from optrush.data.sampler import reading
+from optrush.data.sampler import close_workers_after
 from optrush.data.samples import SampleChunk
 from optrush.data.schema import Document
 from optrush.data.tokenizer import open_tokens
@@ -104,7 +104,7 @@ def measure(
     documents = first_documents(trainer, resolved, baseline, proof_documents) if proof_steps else []
     fills: list[float] = []
     trainer.batches = _count_fill(batches(trainer, plan), fills)
-    with reading(trainer.batches):
+    with close_workers_after(trainer.batches):
         if documents:
             window, proof["note"] = proof_window(trainer, documents, most=plan.length.widest)
         initial = InitialState(trainer) if window else None
@@ -198,7 +198,7 @@ def _profile(trainer: Trainer, marks: RegionMarks, plan: RunPlan, step_s: float)
     short = RunPlan(trainer, plan.length._replace(steps=1 + steps))
     try:
         trainer.batches = batches(trainer, short)
-        with reading(trainer.batches), marks.watching() as spans:
+        with close_workers_after(trainer.batches), marks.watching() as spans:
             loop(trainer, short)
         within, seen = steady(spans)
         if seen != steps:

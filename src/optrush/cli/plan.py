@@ -411,7 +411,7 @@ def _other_lines(config: Config, hardware: str, answer: Answer) -> list[str]:
     lines = ["", "beside the best"] if result.lost else []
     width = max((len(what) for what, _ in result.lost), default=0)
     lines += [f"  {what:<{width}}  {reason}" for what, reason in result.lost]
-    rows = list(planner.family(config, hardware, result.settings[0] if result.settings else best.setting))
+    rows = list(planner.predict_family(config, hardware, result.settings[0] if result.settings else best.setting))
     lines += ["", "the same on models of the family"] if rows else []
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, parameters, other in rows:

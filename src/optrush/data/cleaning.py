@@ -30,12 +30,12 @@ from optrush.data.chat_template import refuse_long, tokenizing
 from optrush.data.readers import (
     LINES,
     Chunk,
-    attempts,
     chunks,
     find_files,
     form,
     lines,
     opened,
+    read_rows_or_errors,
     skip_mark,
     without_blank_end,
 )  # fmt: skip
@@ -45,9 +45,9 @@ from optrush.data.similarity import (
     Sets,
     banding,
     bands,
-    exact,
+    find_exact_duplicates,
+    find_near_duplicates,
     hashed,
-    near,
     own_text,
     read_evaluation,
     shingles,
@@ -483,7 +483,7 @@ def _batches(
     entries: list[_Entry] = []
     bad: list[tuple[int, str]] = []
     chars = 0
-    for where, raw in attempts(chunk, text_rows):
+    for where, raw in read_rows_or_errors(chunk, text_rows):
         place = len(places)
         places.append(where.line)
         try:
@@ -561,7 +561,7 @@ class Table:
             if rule.kind == "rare":
                 self._take_rare(rule, alive, number)
             elif rule.kind == "exact":
-                again, first = exact(self.columns["digest"], alive)
+                again, first = find_exact_duplicates(self.columns["digest"], alive)
                 self.taken[again], self.of[again] = number, first
             elif rule.kind == "near":
                 yield from self._take_near(alive, number)
@@ -598,7 +598,7 @@ class Table:
         if not len(rows):
             return
         keys = self.values["bands"][alive[sizes > 0]]  # rows without words have no keys
-        for i, like, share in near(keys, Sets(self.values["shingles"], sizes), rows, threshold):
+        for i, like, share in find_near_duplicates(keys, Sets(self.values["shingles"], sizes), rows, threshold):
             self.taken[i], self.of[i], self.share[i] = number, like, share
             yield i / len(self)
 
@@ -616,7 +616,7 @@ class Table:
         left = list(rows)[::-1]
         while left:
             part = self._part(left[-1])
-            for i, (_, raw) in enumerate(attempts(self.parts[part], self.task.text_rows), self.begins[part]):
+            for i, (_, raw) in enumerate(read_rows_or_errors(self.parts[part], self.task.text_rows), self.begins[part]):
                 if i == left[-1]:
                     if isinstance(raw, DataError):
                         raise _changed(self.parts[part].file)
@@ -777,7 +777,7 @@ def _rows_of(file: Path, text_rows: str) -> Iterator[tuple[bytes, Callable[[], d
             for raw in without_blank_end(lines(stream), stream):
                 yield raw or b"", partial(decode_json, raw or b"")
         return
-    for _, row in attempts(file, text_rows):
+    for _, row in read_rows_or_errors(file, text_rows):
         good = {} if isinstance(row, DataError) else row
         yield _line(good), partial(dict, good)
 

@@ -27,7 +27,7 @@ from optrush.config import JUDGED, Config
 from optrush.data import pool, readers, sample, tokenize
 from optrush.data.chat_template import Tokens
 from optrush.data.cleaning import clean_files
-from optrush.data.readers import PARQUET, TEXT, Chunk, attempts, chunks, form
+from optrush.data.readers import PARQUET, TEXT, Chunk, chunks, form, read_rows_or_errors
 from optrush.data.samples import (
     Counts,
     Dataset,
@@ -38,7 +38,7 @@ from optrush.data.samples import (
     TokenShards,
     describe_keys,
     listed,
-    mismatched,
+    pair_mismatched,
     permutation,
     truncated_rows,
     view,
@@ -87,7 +87,7 @@ class Index:
         """Yield the rows with these numbers, from 0, in ascending order, each with its number."""
         number = {p: n for n in sorted(set(numbers)) for p in [n if self.chosen is None else int(self.chosen[n])]}
         for chunk, last in self._chunks(list(number)):
-            for where, row in attempts(chunk, "line"):
+            for where, row in read_rows_or_errors(chunk, "line"):
                 if where.line - 1 in number:
                     yield number[where.line - 1], where, row
                 if where.line > last:
@@ -453,7 +453,7 @@ def _completed(config: Config, samples: Source) -> Source:
     """Return labelled answers with their mismatched documents; other samples and streams unchanged."""
     if config.objective != JUDGED or not isinstance(samples, Dataset):
         return samples
-    return mismatched(samples, config.batch.seq, config.data.too_long)
+    return pair_mismatched(samples, config.batch.seq, config.data.too_long)
 
 
 def _refuse_same(paths: Sequence[Path], held_out: Sequence[Path], named: str) -> None:

@@ -200,14 +200,14 @@ def _spread(files: Sequence[Path], most: int) -> list[Path]:
 
 def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[_Read]:
     """Yield the first rows of a file; bad rows are skipped."""
-    from optrush.data.readers import attempts
+    from optrush.data.readers import read_rows_or_errors
     from optrush.data.schema import Chat, Judged, RowRules, parse_row, parts_of, row_text
     from optrush.errors import UserError
 
     kind = JUDGED if judged else "grpo"  # also reads prompts without an answer
     left, rules = MOST_CHARS, RowRules(kind, tuple(data.columns.items()), tuple(data.roles.items()))
     try:
-        for where, raw in islice(attempts(file, data.reading), most):
+        for where, raw in islice(read_rows_or_errors(file, data.reading), most):
             if left < 0:
                 return
             try:

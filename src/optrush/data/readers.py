@@ -1,9 +1,9 @@
 """Read rows from files of every common format, strictly: a row that does not parse is an error with its location.
 
 Lenient readers guess a schema and change it silently when a row does not fit. Here a bad row is never repaired and
-never skipped: `read_rows` raises at the first one, `attempts` yields each as a value, so that a cleaner can count them.
-Every format but JSON arrays is streamed: memory is bounded by the longest row, not by the file. `find_files` turns
-`data.path` into files.
+never skipped: `read_rows` raises at the first one, `read_rows_or_errors` yields each as a value, so that a cleaner can
+count them. Every format but JSON arrays is streamed: memory is bounded by the longest row, not by the file.
+`find_files` turns `data.path` into files.
 """
 
 from __future__ import annotations
@@ -433,13 +433,15 @@ def _in_json(type_: Any) -> bool:
 
 def read_rows(path: Path, text_rows: str = "file") -> Iterator[tuple[RowLocation, dict[str, Any]]]:
     """Yield every row of a file with its location; raise DataError at the first invalid one."""
-    for where, row in attempts(path, text_rows):
+    for where, row in read_rows_or_errors(path, text_rows):
         if isinstance(row, DataError):
             raise row
         yield where, row
 
 
-def attempts(source: Path | Chunk, text_rows: str = "file") -> Iterator[tuple[RowLocation, dict[str, Any] | DataError]]:
+def read_rows_or_errors(
+    source: Path | Chunk, text_rows: str = "file"
+) -> Iterator[tuple[RowLocation, dict[str, Any] | DataError]]:
     """Yield every row of a file, or of a part of it; for an invalid row its error, after which reading continues.
 
     A location is a line in files of lines and of text, and the row's number (from 1) in Parquet, CSV and JSON arrays.

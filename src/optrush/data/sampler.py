@@ -83,7 +83,9 @@ class NoBatch(Exception):
 
 
 def prefetched(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Loading) -> Iterator[Item]:
-    """Return make(n) for each number, in order. Workers start at once; wrap the consumer in `reading` to end them.
+    """Return make(n) for each number, in order.
+
+    Workers start at once; wrap the consumer in `close_workers_after` to end them.
 
     Raises:
         UserError, RunError: from `make`; any other exception of a worker becomes a RunError with its location.
@@ -160,7 +162,7 @@ def _pinned(item: Item, pinned: bool) -> Item:
 
 
 @contextmanager
-def reading(batches: Iterator[Item]) -> Iterator[None]:
+def close_workers_after(batches: Iterator[Item]) -> Iterator[None]:
     """End all workers after the block, even if a caller still holds their batches."""
     try:
         yield

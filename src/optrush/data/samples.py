@@ -128,7 +128,7 @@ class TokenShards:
 
     def add(self, made: Path | Shard, most: int | None) -> tuple[Shard, list[tuple[int, BadRow]]]:
         """Append the next shard; return it and its refused rows by number. The data has at most `most` rows."""
-        shard = tokenize.mapped(made) if isinstance(made, Path) else made
+        shard = tokenize.open_shard(made) if isinstance(made, Path) else made
         before = self.rows_before[-1]
         if len(shard):
             if self.tokens_before[-1] and shard.parts != self.parts:
@@ -153,7 +153,7 @@ class TokenShards:
         if k not in self._open:
             if len(self._open) >= OPEN:
                 del self._open[next(iter(self._open))]
-            self._open[k] = tokenize.mapped(made)
+            self._open[k] = tokenize.open_shard(made)
         return self._open[k]
 
     def names(self) -> list[str]:
@@ -390,7 +390,7 @@ class Mismatched(Dataset):
         return document, Document(ids, targets, document.desirable)
 
 
-def mismatched(samples: Dataset, T: int, how: str) -> Mismatched:
+def pair_mismatched(samples: Dataset, T: int, how: str) -> Mismatched:
     """Return labelled answers with their mismatched documents, both in a row of at most T tokens.
 
     Args:

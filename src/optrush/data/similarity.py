@@ -103,7 +103,7 @@ def shingles(text: str) -> np.ndarray:
     return np.unique(word_runs(text, RUN_words) >> _HALF).astype(np.uint32)
 
 
-def exact(digests: np.ndarray, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def find_exact_duplicates(digests: np.ndarray, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows with the digest of an earlier row, and the first row with that digest; (M,) int64 each.
 
     Compares those `digests`, (N, 2) uint64, for which `alive`, (N,) bool, is true.
@@ -197,7 +197,9 @@ def candidates(keys: np.ndarray) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def near(keys: np.ndarray, sets: Sets, rows: np.ndarray, threshold: float) -> Iterator[tuple[int, int, float]]:
+def find_near_duplicates(
+    keys: np.ndarray, sets: Sets, rows: np.ndarray, threshold: float
+) -> Iterator[tuple[int, int, float]]:
     """Yield near duplicates of rows that stay: (row, the row that stays, similarity); `rows` (N,) is ascending."""
     stays = np.ones(len(rows), bool)
     last, left = -1, 0

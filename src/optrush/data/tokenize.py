@@ -37,7 +37,7 @@ from optrush.data import pool, readers, schema
 from optrush.data.chat_template import Tokens, answers
 from optrush.data.download import REMOTE
 from optrush.data.images import ImageReader, SeenImage, pack_images, unpack_images
-from optrush.data.readers import PARQUET, Chunk, attempts, chunks, form
+from optrush.data.readers import PARQUET, Chunk, chunks, form, read_rows_or_errors
 from optrush.data.schema import NO_RULES, Chat, Document, Judged, Row, RowLocation, RowRules, row_rules
 from optrush.errors import DataError
 from optrush.files import open_file, open_to_append, regular, sync_folder, write_whole
@@ -281,7 +281,7 @@ def intact(path: Path) -> bool:
         return False
 
 
-def mapped(path: Path) -> Shard:
+def open_shard(path: Path) -> Shard:
     """Return the shard in an intact file; its arrays are memory-mapped."""
     data = np.memmap(regular(path), np.uint8, "r").view(np.ndarray)
     size = int.from_bytes(data[:8].tobytes(), "little")
@@ -293,7 +293,7 @@ def mapped(path: Path) -> Shard:
     return Shard(**fields)
 
 
-def sweep(folder: Path) -> None:
+def remove_temporary_files(folder: Path) -> None:
     """Remove temporary files of killed processes: all from this machine (none may be writing), older ones of others."""
     for path in folder.glob(f"*{TEMPORARY}*"):
         ours = path.name.split(TEMPORARY)[1].rsplit("-", 1)[0] == socket.gethostname()
@@ -416,7 +416,7 @@ def parsed(job: TokenizeJob, text_rows: str, kept: Kept, rules: RowRules = NO_RU
     """Yield the job's parsed rows; an error in place of an invalid row."""
     for file, chunk in job.chunks:
         keep = None if kept is None else kept[file]
-        for k, (where, row) in enumerate(attempts(chunk, text_rows), chunk.first - 1):
+        for k, (where, row) in enumerate(read_rows_or_errors(chunk, text_rows), chunk.first - 1):
             if keep is not None and not keep[k]:
                 yield file, where, None, ()
             elif isinstance(row, DataError):
@@ -565,7 +565,7 @@ def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | S
     if number == store.jobs:
         return
     with locked(folder, work.say):
-        sweep(folder)
+        remove_temporary_files(folder)
         store.refresh()  # another process may have added shards meanwhile
         for path in store.outdated:
             path.unlink(missing_ok=True)
@@ -604,7 +604,7 @@ class ShardStore:
         fresh = [path for path in paths if path not in self._sound]
         with ThreadPoolExecutor(cores()) as pool:  # hashing releases Python's lock
             fresh = [path for path, ok in zip(fresh, pool.map(intact, fresh)) if ok]
-        self.outdated = {path for path in fresh if self.files and mapped(path).outdated(self.files)}
+        self.outdated = {path for path in fresh if self.files and open_shard(path).outdated(self.files)}
         self._sound |= {*fresh} - self.outdated
         self.jobs = next((int(path.name.split("-")[1]) for path in self.folder.glob("complete-*")), None)
         self.begun: dict[int, list[Path]] = {}  # the shards of each job up to the first missing one
@@ -612,7 +612,7 @@ class ShardStore:
             job, piece = map(int, path.name.split("-")[:2])
             if path in self._sound and piece == len(self.begun.setdefault(job, [])):
                 self.begun[job].append(path)
-        self.whole = {job: pieces for job, pieces in self.begun.items() if pieces and mapped(pieces[-1]).last}
+        self.whole = {job: pieces for job, pieces in self.begun.items() if pieces and open_shard(pieces[-1]).last}
 
     def ready(self, number: int) -> Generator[Path, None, int]:
         """Yield the shards of the jobs from `number` on; return the first incomplete job."""
@@ -659,7 +659,7 @@ def _remaining(
 
     def missing(job: TokenizeJob) -> Missing:
         pieces = store.begun.get(job.number, [])
-        skip = sum(shard.rows + shard.cleaned for shard in map(mapped, pieces))
+        skip = sum(shard.rows + shard.cleaned for shard in map(open_shard, pieces))
         return Missing(job, skip, len(pieces), [marks[file] for file, _ in job.chunks])
 
     def lost(item: Missing, what: str) -> DataError:
@@ -682,7 +682,7 @@ def _remaining(
                 progress.done(0, job.size_bytes, fresh=fresh)
                 yield paths
     finally:
-        sweep(store.folder)  # unfinished files of workers that were ended
+        remove_temporary_files(store.folder)  # unfinished files of workers that were ended
     store.close(number)
 
 

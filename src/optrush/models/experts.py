@@ -262,7 +262,7 @@ class StackedMatrices(nn.Module):
         super().__init__()
         self.adapter = self.quantized = None
         self.grouped: Grouped = grouped_matmul
-        self.piece: Callable[[Tensor], Tensor] = whole
+        self.piece: Callable[[Tensor], Tensor] = return_whole_parameter
 
     @property
     def weights(self) -> int:
@@ -406,7 +406,7 @@ def multiply_here(experts: Experts, rows: Tensor, weight: Tensor, ordered: Tenso
     return experts.multiply(rows, weight, ordered, ends)
 
 
-def whole(parameter: Tensor) -> Tensor:
+def return_whole_parameter(parameter: Tensor) -> Tensor:
     """The default of the `piece` slot."""
     return parameter
 

@@ -163,7 +163,7 @@ def absolute_name(use: str) -> str:
     return f"{Path(os.path.expanduser(place)).resolve()}:{name}" if place.endswith(".py") else use
 
 
-def built(what: str, made: Callable[..., Any], options: Mapping[str, Any], *arguments: Any) -> Any:
+def call_plugin(what: str, made: Callable[..., Any], options: Mapping[str, Any], *arguments: Any) -> Any:
     """Return the result of calling a user's object; raise ConfigError for invalid options and for its exceptions."""
     try:
         signature = inspect.signature(made)
@@ -186,7 +186,7 @@ def plugged_loss(plugin: Plugin, head: nn.Module, metrics: Mapping[str, Tensor])
     what, score = f"the loss `{plugin.use}`", find("loss", plugin.use)
     options = dict(plugin.options)
     if inspect.isclass(score):
-        score, options = built(what, score, options), {}
+        score, options = call_plugin(what, score, options), {}
     if names := figures_of(plugin):
         options["figures"] = {name: metrics[name] for name in names}
     try:

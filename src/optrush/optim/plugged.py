@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from optrush.config import Optim
 from optrush.errors import NeedsError
 from optrush.kernels.adamw import Rounding
-from optrush.objectives.plugged import blamed, built
+from optrush.objectives.plugged import blamed, call_plugin
 from optrush.optim.adamw import LocalParam, Optimizer
 
 # Elementwise classes of torch: the update of a shard is the same as in the full matrix.
@@ -29,7 +29,7 @@ def plugged_optimizer(
     """
     if inspect.isclass(made) and issubclass(made, torch.optim.Optimizer):
         return TorchOptimizer(what, made, options, trained, optim)
-    inner = built(what, made, options, trained, optim)
+    inner = call_plugin(what, made, options, trained, optim)
     if missing := [name for name in ("step", "state") if not callable(getattr(inner, name, None))]:
         do = "name a subclass of torch.optim.Optimizer, or a class with step and state (docs/optimizer.md)"
         raise NeedsError(what, f"{type(inner).__name__} has no {' and no '.join(missing)}", do)
@@ -79,7 +79,7 @@ class TorchOptimizer:
             decay = {"weight_decay": optim.weight_decay if decays else 0.0} if "weight_decay" in takes else {}
             groups += [{"params": held, **decay}] if held else []
         given = {**({"lr": optim.lr} if "lr" in takes else {}), **options}
-        self.inner: torch.optim.Optimizer = built(what, made, given, groups)
+        self.inner: torch.optim.Optimizer = call_plugin(what, made, given, groups)
         self.made = {i: dict(self.inner.state[p]) for i, p in enumerate(self.parameters) if p in self.inner.state}
         self.initial = {i: {k: _copy(v) for k, v in s.items()} for i, s in self.made.items()}
         self.facts = self._facts()

@@ -116,13 +116,13 @@ class LinearAdapter(nn.Module, ABC):
         _, rank, ranks = self.split
         return t.chunk(ranks, dim)[rank]
 
-    def apart(self, t: Tensor) -> list[Tensor]:
+    def split_pieces(self, t: Tensor) -> list[Tensor]:
         """Split (chosen rows, ...) into (groups, its rows, ...) per chosen piece; (1, rows, ...) if joined."""
         if self.below:
             return [put_in_turn(t, self.below)[None]]
         return list(torch.split(t.view(-1, sum(self.chosen_sizes), *t.shape[1:]), self.chosen_sizes, 1))
 
-    def together(self, parts: Sequence[Tensor]) -> Tensor:
+    def join_pieces(self, parts: Sequence[Tensor]) -> Tensor:
         """Join (groups x its rows, ...) of each chosen piece to (chosen rows, ...)."""
         if self.below:
             return grouped(parts[0], self.below)
@@ -138,7 +138,7 @@ class LinearAdapter(nn.Module, ABC):
         """Expand (chosen rows,) to (rows,), with 1 for rows without an adapter."""
         if all(self.chosen):
             return t
-        mine, parts = iter(self.apart(t)), []
+        mine, parts = iter(self.split_pieces(t)), []
         for n, yes in zip(self.sizes, self.chosen, strict=True):
             parts.append(next(mine) if yes else t.new_ones(len(t) // sum(self.chosen_sizes), n))
         return torch.cat(parts, 1).flatten()
@@ -170,12 +170,13 @@ class Ia3(LinearAdapter):
         return weight * rows[:, None], None if bias is None else bias * rows
 
     def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        parts = [whole["scale"][None]] if self.feedforward else [p.reshape(-1, 1) for p in self.apart(whole["scale"])]
+        scale = whole["scale"]
+        parts = [scale[None]] if self.feedforward else [p.reshape(-1, 1) for p in self.split_pieces(scale)]
         yield from ((f"{module}.ia3_l", t) for module, t in zip(self.hf, parts, strict=True))
 
     def taken(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         factors = [tensors[f"{module}.ia3_l"].flatten() for module in self.hf]
-        return {"scale": factors[0] if self.feedforward else self.together(factors)}
+        return {"scale": factors[0] if self.feedforward else self.join_pieces(factors)}
 
     def settings(self) -> dict[str, Any]:
         return {"peft_type": "IA3", "fan_in_fan_out": False, "init_ia3_weights": True}
@@ -193,14 +194,14 @@ def known(model: Model, recipe: WeightMap) -> list[str]:
     return list(dict.fromkeys(last(m) for name, _ in model.linears() for m in _modules(recipe, f"{name}.weight")))
 
 
-def outside(model: Model, recipe: WeightMap) -> dict[str, str]:
+def find_outer_modules(model: Model, recipe: WeightMap) -> dict[str, str]:
     """Return the Hugging Face module of each parameter outside the blocks' linears; for a tied head, the embedding."""
     linears = {name for name, _ in model.linears()}
     free = [name for name in recipe.entries if name.rpartition(".")[0] not in linears]
     return {name: _modules(recipe, name)[0] for name in free}
 
 
-def places(model: Model, recipe: WeightMap, names: Collection[str]) -> list[tuple[str, Linear, list[str]]]:
+def find_linears(model: Model, recipe: WeightMap, names: Collection[str]) -> list[tuple[str, Linear, list[str]]]:
     """Return (canonical name, linear, Hugging Face modules, one per piece) of each linear with some of these names."""
     linears = [(name, linear, _modules(recipe, f"{name}.weight")) for name, linear in model.linears()]
     return [each for each in linears if {last(m) for m in each[2]} & {*names}]
@@ -214,7 +215,7 @@ def check_targets(
     technique: str, model: Model, recipe: WeightMap, targets: str | Sequence[str], save: Sequence[str]
 ) -> None:
     """Raise NeedsError for names that the model does not have."""
-    others = {last(module) for module in outside(model, recipe).values()}
+    others = {last(module) for module in find_outer_modules(model, recipe).values()}
     others |= {HEAD} if model.ties and EMBEDDING in others else set()
     needs = [require_names(technique, "targets", targets, known(model, recipe))]
     for need in [*needs, *require_saved(technique, save, others, bool(model.ties))]:
@@ -228,7 +229,7 @@ def freeze_base(model: Model, recipe: WeightMap, save: Collection[str], precisio
     Frozen float32 matrices of linears, embedding and head are cast once to the matmul dtype `precision`, instead of at
     each use; the embedding's output keeps its dtype.
     """
-    trained = {name for name, module in outside(model, recipe).items() if last(module) in save}
+    trained = {name for name, module in find_outer_modules(model, recipe).items() if last(module) in save}
     trained |= {"head.weight"} if model.head.scores else set()  # a score head starts untrained
     for name, p in model.named_parameters():
         p.requires_grad_(name in trained)

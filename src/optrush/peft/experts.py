@@ -71,15 +71,15 @@ class ExpertsLora(nn.Module):
         return y + more
 
     @torch.no_grad()
-    def merge(self, kind: str, weight: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
+    def merge(self, kind: str, weight: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the float32 matrices (N, rows, width) with the adapter merged.
 
         Args:
-            whole: gathers a parameter.
+            gather: gathers a parameter.
         """
         if kind not in self.kinds:
             return weight
-        a, b = (whole(self.get_parameter(f"{kind}_{part}")).float() for part in "ab")
+        a, b = (gather(self.get_parameter(f"{kind}_{part}")).float() for part in "ab")
         return weight + self.s.scaling * (b @ a)
 
     def _key(self, kind: str) -> str:

@@ -61,10 +61,10 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
     """
     from safetensors.torch import save_file
 
-    from optrush.peft.adapter import outside
+    from optrush.peft.adapter import find_outer_modules
 
     tensors, theirs, saved = dict[str, "Tensor"](), adapters(model), set[str]()
-    modules = outside(model, recipe)
+    modules = find_outer_modules(model, recipe)
     for name, adapter in theirs.items():
         prefix = f"{name}.adapter."
         mine = {p.removeprefix(prefix): t for p, t in trained.items() if p.startswith(prefix)}
@@ -189,7 +189,7 @@ def load_adapter(
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from optrush.peft.adapter import outside
+    from optrush.peft.adapter import find_outer_modules
 
     asked, do = f"`{technique}:init={folder}`", "set rank, targets and save as in its training"
     try:
@@ -201,7 +201,7 @@ def load_adapter(
         meta = {name: p.detach() for name, p in adapter.named_parameters()}
         shapes |= {key: tuple(t.shape) for key, t in adapter.published(meta)}
     of: dict[str, str] = {}  # fully trained parameter -> the name of its tensor
-    for parameter, module in outside(model, recipe).items():
+    for parameter, module in find_outer_modules(model, recipe).items():
         if parameter in trained:
             keys = list(_whole(model, parameter, module))
             shape = recipe.entries[parameter].shape

@@ -60,14 +60,14 @@ def last(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
+def resolve_targets(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
     """Return the names that `targets` selects in a model with linears `known`; a list may also name sets.
 
     A linear with the name of a set has priority: `dense` in models of gpt_neox, falcon and phi. A text that is not a
     name is a regular expression of full module names; in a list, a name with a dot is a suffix, like in PEFT.
     """
     if not isinstance(asked, str):
-        parts = (chosen(entry, known) if entry in SETS else _ends_with(entry, known) for entry in asked)
+        parts = (resolve_targets(entry, known) if entry in SETS else _ends_with(entry, known) for entry in asked)
         return tuple(dict.fromkeys(name for part in parts for name in part))
     if asked in known:
         return (asked,)
@@ -133,7 +133,7 @@ def unmatched(asked: str | Sequence[str], known: Collection[str]) -> list[str]:
     """Return the entries of a list of targets without a match; empty if no entry matches."""
     names = [] if isinstance(asked, str) else [entry for entry in asked if entry not in SETS]
     lacking = [entry for entry in names if not {*_ends_with(entry, known)} & {*known, *DENSE}]
-    return lacking if {*chosen(asked, known)} & {*known} else []
+    return lacking if {*resolve_targets(asked, known)} & {*known} else []
 
 
 def remarks(
@@ -173,7 +173,7 @@ def names_of(shape: ModelShape | None) -> tuple[str, ...]:
     if isinstance(shape, TracedShape):
         return tuple(dict.fromkeys(name for linear in shape.linears.values() for name in linear.pieces))
     mixing = (linear.pieces for linear in shape.linears.values() if linear.module not in ("gate_up", "down"))
-    feeding = chosen("mlp", [JOINED["gate_up"]]) if "gate_up" in shape.joined else SETS["mlp"]
+    feeding = resolve_targets("mlp", [JOINED["gate_up"]]) if "gate_up" in shape.joined else SETS["mlp"]
     if shape.gateless:
         feeding = tuple(name for each in ("gate_up", "down") for name in shape.linears[each].pieces)
     return tuple(dict.fromkeys((*(name for pieces in mixing for name in pieces), *feeding)))
@@ -185,7 +185,7 @@ def targeted(targets: str | Sequence[str], joined: Collection[str]) -> Iterator[
     joined: linears with one adapter for all pieces.
     """
     known = (LINEARS, LATENT, *([JOINED.values()] if joined else []))
-    names = {name.removeprefix("dense.") for each in known for name in chosen(targets, [*each])}
+    names = {name.removeprefix("dense.") for each in known for name in resolve_targets(targets, [*each])}
     linears = PIECES | {linear: (name,) for linear, name in zip(LATENT_LINEARS, LATENT, strict=False)}
     linears |= {linear: (JOINED[linear],) for linear in joined}
     yield from ((linear, count) for linear, pieces in linears.items() if (count := len(names & {*pieces})))
@@ -193,7 +193,7 @@ def targeted(targets: str | Sequence[str], joined: Collection[str]) -> Iterator[
 
 def require_names(technique: str, option: str, asked: str | Sequence[str], known: Collection[str]) -> Requirement:
     """Require that a model has the modules named by an option."""
-    names = chosen(asked, known)
+    names = resolve_targets(asked, known)
     other = unmatched(asked, known) if option == "targets" else []
     wrong = next((n for n in names if n not in known and not (n in other and _meant(n, known))), None)
     found, do = f"no {'linear' if option == 'targets' else 'such module'} is called {wrong}", ""
@@ -235,7 +235,7 @@ def in_mixture(targets: str | tuple[str, ...], shape: ModelShape | None) -> str 
 def require_targets(technique: str, env: Environment, targets: str | Sequence[str]) -> Requirement:
     """Require that the model has the `targets`: linears, stacked matrices of experts, dense parts."""
     known = names_of(env.shape)
-    if isinstance(env.shape, TracedShape) and env.shape.stacked and stacked(targets):
+    if isinstance(env.shape, TracedShape) and env.shape.stacked and select_expert_matrices(targets):
         found, do = "experts of several sizes, without gates or transposed", "use targets=attention or all-linear"
         if env.shape.mixture is None or not (rest := without_experts(targets)):
             return Requirement(env.shape.mixture is not None, f"`{technique}:targets={targets}`", found, do)
@@ -246,12 +246,13 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
             return Requirement(False, f"`{technique}:targets={targets}`", found, do)
         return require_names(technique, "targets", targets, known)
     attention = attention_of(known)
-    wrong = next((name for name in chosen(targets, attention) if name in ("gate_proj", "up_proj")), None)
+    wrong = next((name for name in resolve_targets(targets, attention) if name in ("gate_proj", "up_proj")), None)
     dense = any({*linear.pieces} & {*DENSE} for linear in env.shape.linears.values())
-    if dense and isinstance(targets, str) and targets not in (*SETS, *EVERY) and {*chosen(targets, DENSE)} & {*DENSE}:
+    is_pattern = isinstance(targets, str) and targets not in (*SETS, *EVERY)
+    if dense and is_pattern and {*resolve_targets(targets, DENSE)} & {*DENSE}:
         found, do = "it matches layers without experts or shared experts", "name the linears: [q_proj, dense]"
         return Requirement(False, f"`{technique}:targets={targets}`", found, do)
-    if wrong is None and not dense and {*chosen(targets, attention)} & {*DENSE}:
+    if wrong is None and not dense and {*resolve_targets(targets, attention)} & {*DENSE}:
         found, do = "every layer has experts, and no shared experts", "remove dense"
         return Requirement(False, f"`{technique}:targets={targets}`", found, do)
     if wrong is None:
@@ -260,15 +261,15 @@ def require_targets(technique: str, env: Environment, targets: str | Sequence[st
     return Requirement(False, f"`{technique}:targets={targets}`", f"{wrong} is a part of the experts' gate_up_proj", do)
 
 
-def stacked(targets: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the expert matrices of a transformers model that `targets` names; `down_proj` alone means a linear."""
+def select_expert_matrices(targets: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the stacked expert matrices that `targets` selects: `experts` both, `gate_up_proj` itself, others none."""
     names = {targets} if isinstance(targets, str) else {*targets}
     return SETS["experts"] if "experts" in names else SETS["experts"][:1] if "gate_up_proj" in names else ()
 
 
 def without_experts(targets: str | Sequence[str]) -> str | list[str]:
     """Return `targets` without the experts of a transformers model."""
-    if not stacked(targets):
+    if not select_expert_matrices(targets):
         return targets if isinstance(targets, str) else [*targets]
     return [] if isinstance(targets, str) else [entry for entry in targets if entry not in ("experts", "gate_up_proj")]
 
@@ -277,9 +278,9 @@ def expert_sizes(shape: ModelShape, targets: str | Sequence[str]) -> Iterator[tu
     """Yield (name, width, rows) of each matrix of an expert that `targets` names."""
     if shape.mixture is None:
         return
-    names, F = stacked(targets), shape.mixture.ff_width
+    names, F = select_expert_matrices(targets), shape.mixture.ff_width
     if not isinstance(shape, TracedShape):
-        names = chosen(targets, attention_of(names_of(shape)))
+        names = resolve_targets(targets, attention_of(names_of(shape)))
     sizes = {"gate_up_proj": (shape.width, 2 * F), "down_proj": (F, shape.width)}
     yield from ((name, *size) for name, size in sizes.items() if name in names)
 

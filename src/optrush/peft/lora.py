@@ -200,7 +200,7 @@ class Lora(LinearAdapter):
         r, n = self.s.rank, len(self.hf)
         if len(self.sizes) == 1:
             return b
-        parts, j, laid = self.apart(b), 0, []
+        parts, j, laid = self.split_pieces(b), 0, []
         for rows, yes in zip(self.sizes, self.chosen, strict=True):
             if yes:
                 laid.append(F.pad(parts[j], (j * r, (n - 1 - j) * r)))
@@ -230,8 +230,8 @@ class Lora(LinearAdapter):
     def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for key, tensors in (
             ("lora_A.weight", torch.split(whole["a"], self.s.rank)),
-            ("lora_B.weight", [p.flatten(0, 1) for p in self.apart(whole["b"])]),
-            ("lora_magnitude_vector", [p.flatten() for p in self.apart(whole["magnitude"])] if self.s.dora else ()),
+            ("lora_B.weight", [p.flatten(0, 1) for p in self.split_pieces(whole["b"])]),
+            ("lora_magnitude_vector", map(torch.flatten, self.split_pieces(whole["magnitude"])) if self.s.dora else ()),
         ):
             yield from ((f"{module}.{key}", t) for module, t in zip(self.hf, tensors, strict=False))
 
@@ -239,8 +239,8 @@ class Lora(LinearAdapter):
         def of(key: str) -> list[Tensor]:
             return [tensors[f"{module}.{key}"] for module in self.hf]
 
-        ours = {"a": torch.cat(of("lora_A.weight")), "b": self.together(of("lora_B.weight"))}
-        return ours | ({"magnitude": self.together(of("lora_magnitude_vector"))} if self.s.dora else {})
+        ours = {"a": torch.cat(of("lora_A.weight")), "b": self.join_pieces(of("lora_B.weight"))}
+        return ours | ({"magnitude": self.join_pieces(of("lora_magnitude_vector"))} if self.s.dora else {})
 
     def exported(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield like `published`, but relative to the published weight: with an initial adapter B0 A0, B A - B0 A0.
@@ -277,7 +277,7 @@ class Lora(LinearAdapter):
         self, split: Decomposed, shapes: Mapping[str, Shape], which: str, local: Tensor, offset: Shape
     ) -> None:
         pairs = [split.first(hf, shape, local.device) for hf, shape in shapes.items()]
-        full = torch.cat([a for a, _ in pairs]) if which == "a" else self.together([b for _, b in pairs])
+        full = torch.cat([a for a, _ in pairs]) if which == "a" else self.join_pieces([b for _, b in pairs])
         fill_from(full, local, offset)
 
     def _fill_a(self, seed: int, local: Tensor, offset: Shape) -> None:

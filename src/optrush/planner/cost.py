@@ -294,7 +294,7 @@ def _at(measured: Iterable[AttentionRate], T: float) -> float:
 # --- seconds
 
 
-def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None = None) -> list[WorkTime]:
+def list_work_times(ledger: Ledger, device: Device, tokens: float, rates: Rates | None = None) -> list[WorkTime]:
     """List the work of a step of `ledger.accumulation` micro-batches of `tokens` slots; empty if rates are unknown."""
     rates = rates or device_rates(device)
     if rates is None:
@@ -317,7 +317,7 @@ def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None =
 
 
 def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | None = None) -> float | None:
-    """Return the seconds of a step, from `efforts`; None: the device's rates are unknown."""
+    """Return the seconds of a step, from `list_work_times`; None: the device's rates are unknown."""
     rates = rates or device_rates(device)
     if rates is None:
         return None

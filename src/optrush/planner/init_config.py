@@ -377,9 +377,9 @@ def _has_images(row: Row | None) -> bool:
 
 def _count_rows(path: Path, text_rows: str) -> int:
     """Count the rows of a file, whatever its format, up to COUNTED."""
-    from optrush.data.readers import attempts
+    from optrush.data.readers import read_rows_or_errors
 
-    return sum(1 for _ in islice(attempts(path, text_rows), COUNTED))
+    return sum(1 for _ in islice(read_rows_or_errors(path, text_rows), COUNTED))
 
 
 def check_data(text: str, sets: Sequence[str] = (), objective: str = "") -> str:

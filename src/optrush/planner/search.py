@@ -75,7 +75,7 @@ def search(
     )  # fmt: skip
 
 
-def family(
+def predict_family(
     config: Config, hardware: str, setting: Candidate, classes: Sequence[type[Technique]] = ALL
 ) -> Iterator[tuple[str, int, Candidate | None]]:
     """Predict the named shapes of the model's family on the same hardware, smallest first.

@@ -342,7 +342,7 @@ def _prediction(
         step_s=seconds,
         basis="datasheet" if rates is None else rates.basis,
         rates_from="" if rates is None else rates.source,
-        work=() if rates is None else tuple(cost.efforts(book, env.device, tokens, rates)),
+        work=() if rates is None else tuple(cost.list_work_times(book, env.device, tokens, rates)),
         room_bytes=None if most is None else int(most),
         host_bytes=hosted,
         host_room_bytes=host_most,

@@ -57,7 +57,7 @@ class Ia3(Technique):
             known = ledger.names_of(env.shape)
             yield from (self._named(known), ledger.require_names(self.name, "targets", self._targets(known), known))
             yield from self._apart(ledger.PIECES.values(), self._targets(known))
-            yield self._within(ledger.chosen(self._targets(known), known))
+            yield self._within(ledger.resolve_targets(self._targets(known), known))
         if self.init is not None:
             io.read_config(self.name, self.init, {"peft_type": "IA3"})
 
@@ -73,7 +73,7 @@ class Ia3(Technique):
 
     def _apart(self, linears: Collection[Collection[str]], targets: str | tuple[str, ...]) -> Iterator[Requirement]:
         """Yield whether each module with a scaled input is the only reader of that input."""
-        names = {*ledger.chosen(targets, [n for pieces in linears for n in pieces])} & {*self.feedforward}
+        names = {*ledger.resolve_targets(targets, [n for pieces in linears for n in pieces])} & {*self.feedforward}
         do = "leave it out of feedforward, or take model.implementation: transformers"
         for name, pieces in ((n, p) for n in sorted(names) for p in linears if n in p):
             found = f"one matmul computes {', '.join(pieces)} from one input"
@@ -93,7 +93,7 @@ class Ia3(Technique):
         """Yield the frozen weights, the trained vectors, and the saved linear output of each vector."""
         learnt: list[tuple[int, int]] = []
         known = ledger.names_of(env.shape)
-        keep, left, names = set(), 0, {*ledger.chosen(self._targets(known), known)}
+        keep, left, names = set(), 0, {*ledger.resolve_targets(self._targets(known), known)}
         for name, linear in {} if env.shape is None else env.shape.linears.items():
             mine = {piece: n for piece, n in linear.pieces.items() if piece in names}
             if not mine:
@@ -115,10 +115,10 @@ class Ia3(Technique):
         targets = self._targets(known)
         refuse_unmet([self._named(known)])
         adapted.check_targets(self.name, model, recipe, targets, ())
-        names = ledger.chosen(targets, known)
+        names = ledger.resolve_targets(targets, known)
         refuse_unmet([self._within(names)])
         adapted.freeze_base(model, recipe, (), trainer.precision)
-        switch, places = adapted.AdapterToggle(), adapted.places(model, recipe, names)
+        switch, places = adapted.AdapterToggle(), adapted.find_linears(model, recipe, names)
         for name, linear, modules in places:
             inputs = bool({ledger.last(m) for m in modules} & {*names} & {*self.feedforward})
             adapter = Adapter(linear, modules, names, switch, inputs)

@@ -91,7 +91,7 @@ class Lora(Technique):
             yield from ledger.require_saved(self.name, self.save, ledger.WHOLE, tied)
         parts = {name.removeprefix("" if env.native else "dense.") for name in ledger.DENSE}
         routed = env.native or (isinstance(env.shape, TracedShape) and env.shape.stacked > 0)
-        beside = routed and not parts.isdisjoint(ledger.chosen(targets, ledger.names_of(env.shape)))
+        beside = routed and not parts.isdisjoint(ledger.resolve_targets(targets, ledger.names_of(env.shape)))
         found = "dora or dropout, which PEFT does not support for parts next to experts"
         do = "take targets=attention, or leave out dora and dropout"
         met = not (beside and (self.dora or self.dropout))
@@ -152,7 +152,7 @@ class Lora(Technique):
         forward = back = entering = 0  # values per token that the passes read and write for experts' adapters
         targets = ledger.in_mixture(self.targets, env.shape)
         known, traced = ledger.names_of(env.shape), isinstance(env.shape, TracedShape)
-        linears = ledger.chosen(ledger.without_experts(targets) if traced else targets, known)
+        linears = ledger.resolve_targets(ledger.without_experts(targets) if traced else targets, known)
         for name, linear in {} if env.shape is None else env.shape.linears.items():
             mine = [n for piece, n in linear.pieces.items() if piece in linears]
             if not mine:
@@ -220,17 +220,18 @@ class Lora(Technique):
         inside, dense = list[str](), list[str]()  # experts; other feed-forward parts
         if shape is not None and shape.experts is not None:
             known = [name for name in known if name in ledger.attention_of(known)]
-            dense = [name.removeprefix("dense.") for name in ledger.chosen(targets, known) if name in ledger.DENSE]
+            resolved = ledger.resolve_targets(targets, known)
+            dense = [name.removeprefix("dense.") for name in resolved if name in ledger.DENSE]
             inside = [name for name, *_ in ledger.expert_sizes(shape, targets)]
             what = "the routers of the experts stay" if inside else "the experts and their routers stay"
             trainer.notes.append(f"lora: {what} frozen, without adapters")
         elif any(isinstance(m, StackedMatrices) for m in model.modules()):
-            inside, targets = [*ledger.stacked(self.targets)], ledger.without_experts(self.targets)
+            inside, targets = [*ledger.select_expert_matrices(self.targets)], ledger.without_experts(self.targets)
             what = "the routers" if inside else "the stacked matrices"
             trainer.notes.append(f"lora: {what} of the experts stay frozen, without adapters")
         expert_targets = inside if targets is chosen_targets else ()
-        chosen_names = (name for name in ledger.chosen(targets, known) if name not in (*expert_targets, *ledger.DENSE))
-        names = (*chosen_names, *dense)
+        resolved = ledger.resolve_targets(targets, known)
+        names = (*(name for name in resolved if name not in (*expert_targets, *ledger.DENSE)), *dense)
         if names or not inside:
             adapted.check_targets(self.name, model, recipe, names if inside or dense else targets, self.save)
         trainer.notes += ledger.remarks(self.name, self.targets, shape, known)
@@ -240,7 +241,7 @@ class Lora(Technique):
         trained = adapted.freeze_base(model, recipe, self.save, trainer.precision)
         settings = Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora, self.dtype == "bfloat16")
         switch = adapted.AdapterToggle()
-        places = adapted.places(model, recipe, names)
+        places = adapted.find_linears(model, recipe, names)
         split = self._split(trainer, places, names, settings.scaling) if self.splits_base else None
         recipe = trainer.weight_map
         for name, linear, modules in places:

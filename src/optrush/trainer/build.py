@@ -108,7 +108,7 @@ def build(
         first_steps: run only this many steps and do not evaluate; a teacher then stores tokens only for their rows.
     """
     started = started or join_ranks(prepared)
-    distributed.under_way("reading the data and the model")
+    distributed.record_operation("reading the data and the model")
     world = distributed.build_mesh(prepared.env.axes, started.device)
     a = Assembly(prepared, started, world, training, data, progress, today, first_steps)
     trainer, held_out = distributed.agreed(lambda: _opened(a))

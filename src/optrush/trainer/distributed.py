@@ -30,7 +30,7 @@ from optrush import errors
 from optrush.errors import ConfigError, RunError, UserError, first_line
 from optrush.launch import launched
 from optrush.technique import DATA_AXES, MESH_ORDER, SAME_ROWS, SUMMED
-from optrush.trainer.peers import Start, Watch, meet
+from optrush.trainer.peers import Start, Watch, agree_on_prefix
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -165,7 +165,7 @@ def _join_group(backend: str, timeout_s: float) -> None:
     try:
         with start.watched():
             store = connect(rank == 0 and not agent)
-            name = meet(store, rank, ranks, limit_s, start.known)
+            name = agree_on_prefix(store, rank, ranks, limit_s, start.known)
             reports, store = PrefixStore(f"{name}/watch", store), PrefixStore(name, store)
             limit = timedelta(seconds=timeout_s)
             dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
@@ -175,7 +175,7 @@ def _join_group(backend: str, timeout_s: float) -> None:
         raise RunError(f"rank {rank} of {ranks}, joining the others", first_line(error), do) from error
 
 
-def under_way(operation: str, step: int = 0, at_once: bool = True) -> None:
+def record_operation(operation: str, step: int = 0, at_once: bool = True) -> None:
     """Record the starting operation, for the error if another rank does not reach it.
 
     Args:
@@ -246,7 +246,7 @@ def leaving() -> Iterator[None]:
     global _watch
     with reported():
         yield
-        under_way("the end of the run")
+        record_operation("the end of the run")
         wait_for_all()  # rank 0 may write for a long time, and serves the store that others still use
         host_sum([0])
     if _watch is not None:

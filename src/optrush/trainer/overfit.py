@@ -18,7 +18,7 @@ import torch
 from optrush import console
 from optrush.config import Config
 from optrush.data.batch import Batch
-from optrush.data.sampler import reading
+from optrush.data.sampler import close_workers_after
 from optrush.decide import Decided, changed, refuse_sampled
 from optrush.errors import ConfigError
 from optrush.trainer import dpo_reference
@@ -96,7 +96,7 @@ def run_overfit(resolved: Decided, count: int, most: int = STEPS) -> OverfitResu
     if plan.total < count:
         raise ConfigError(f"--overfit {count}", f"a run of {plan.total} steps", f"use at most --overfit {plan.total}")
     source = batches(trainer, plan)
-    with reading(source):
+    with close_workers_after(source):
         windows = list(islice(source, count))
     windows = dpo_reference.add_reference(trainer, windows)
     terms = [trainer.all_reduce_terms(sum(b.n_terms for b in window)) for window in windows]

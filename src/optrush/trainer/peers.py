@@ -82,7 +82,7 @@ HOST = _host()
 
 
 class Watch:
-    """The beats of all ranks of a run. The training thread writes `under_way`, the watch's threads the rest."""
+    """The beats of all ranks of a run. The training thread writes `current_operation`, the watch's threads the rest."""
 
     def __init__(
         self, store: Store, reports: Store, rank: int, ranks: int, timeout_s: float, known: Mapping[int, Beat] = {}
@@ -95,7 +95,7 @@ class Watch:
             known: the other ranks' places before their first beat.
         """
         self.store, self.reports, self.rank, self.ranks, self.timeout_s = store, reports, rank, ranks, timeout_s
-        self.under_way = (0, "the start")  # the step, and the operation
+        self.current_operation = (0, "the start")  # the step, and the operation
         self.count, self.beating = 0, threading.Lock()
         self.resume: Callable[[], str] = lambda: RESUME
         self.begun = process_stat(os.getpid())[1]
@@ -118,7 +118,7 @@ class Watch:
 
     def note(self, step: int, operation: str, at_once: bool) -> None:
         """Record the starting operation. Other ranks see it with the next beat, or `at_once` for a store round trip."""
-        self.under_way = (step, operation)
+        self.current_operation = (step, operation)
         if at_once:
             with suppress(RuntimeError):  # the store's process has ended: the watch's thread detects it
                 self._tell()
@@ -138,7 +138,7 @@ class Watch:
     def _tell(self) -> None:
         with self.beating:  # so that an older report cannot replace a newer one
             self.count += 1
-            report = [self.count, HOST, os.getpid(), self.begun, *self.under_way]
+            report = [self.count, HOST, os.getpid(), self.begun, *self.current_operation]
             self.store.set(f"beat/{self.rank}", json.dumps(report))
 
     def _read(self) -> None:
@@ -240,7 +240,7 @@ class Watch:
         if (
             not missing and not self._cut_off() and not any(word in str(error).lower() for word in LATE)
         ):  # all ranks are alive: the collective itself failed
-            step, operation = self.under_way
+            step, operation = self.current_operation
             found = f"rank {self.rank}: {' '.join(str(error).split())[:500]}"
             do = "check the devices and the network between the ranks; NCCL_DEBUG=INFO shows more"
             return RunError(f"{_at(step)}{operation}, on {self.ranks} ranks", found, do)
@@ -266,7 +266,7 @@ class Watch:
         cut_off = self._cut_off()
         if left != self.rank and not cut_off:
             return None
-        step, operation = self.under_way
+        step, operation = self.current_operation
         names = cut_off or missing or [r for r in self.beats if self._elsewhere(r)] or list(self.beats)
         limit = f"for {self.timeout_s:g} s (train.timeout)"
         if cut_off:
@@ -298,7 +298,7 @@ class Watch:
 
     def _elsewhere(self, r: int) -> bool:
         beat = self._beat_of(r)
-        return beat is not None and (beat.step, beat.operation) != self.under_way
+        return beat is not None and (beat.step, beat.operation) != self.current_operation
 
 
 def _kill(stopped: Iterable[Beat]) -> None:
@@ -384,7 +384,7 @@ def _siblings(known: Container[int]) -> dict[int, Beat]:
     return beats
 
 
-def meet(store: Store, rank: int, ranks: int, limit_s: float, known: dict[int, Beat] | None = None) -> str:
+def agree_on_prefix(store: Store, rank: int, ranks: int, limit_s: float, known: dict[int, Beat] | None = None) -> str:
     """Return a fresh name for this start, the same on all ranks.
 
     torchrun restarts dead ranks with the old store and its keys: without a new name a rank would read a dead rank's

@@ -212,7 +212,7 @@ class Sampler:
         """Truncate `answers.jsonl` to the step of a resume."""
         file = Path(self.trainer.config.output) / ANSWERS
         if self.trainer.world.rank == 0 and file.is_file():
-            run_dir.cut_back(file, step)
+            run_dir.truncate_to_step(file, step)
 
     # --- a step's micro-batches
 

@@ -32,7 +32,7 @@ from optrush import console, files
 from optrush.config import SECTIONS, Cleaning, Config, Origin, Plugin, RewardRule, dump_config
 from optrush.data import preview, sampler, tokenize
 from optrush.data.batch import INVENTED, Batch
-from optrush.data.sampler import ROOM, reading
+from optrush.data.sampler import ROOM, close_workers_after
 from optrush.data.samples import Dataset
 from optrush.data.schema import Document
 from optrush.decide import Decided, changed, resized
@@ -166,13 +166,13 @@ def run(request: RunRequest) -> Outcome:
         bar = stack.enter_context(console.Bar(plan.total, plan.done)) if main else None
         listeners = request.callbacks if copier is None else (*request.callbacks, copier)
         session = stack.enter_context(Session(trainer, plan, manifest, passed, saver, reporter, bar, listeners))
-        with distributed.reported(), reading(trainer.batches), session.out_of_memory_reported():
+        with distributed.reported(), close_workers_after(trainer.batches), session.out_of_memory_reported():
             session.evaluate_untrained()
             train(trainer, session.meter, plan, session.save)
         session.check_ended_well()
         if trainer.stop.agreed:
             return session.stopped()
-        distributed.under_way("the export")
+        distributed.record_operation("the export")
         export_best(trainer, session.meter.last or plan.done, request.resolved.folder, session.best)
         return replace(session.finished(request.begun), seconds=time.monotonic() - request.begun)
 
@@ -266,8 +266,8 @@ def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest:
     trainer.config = changed(trainer.config, {"batch.micro_tokens": trainer.env.micro_rows * trainer.env.seq})
     config, output = trainer.config, Path(trainer.config.output)
     check_run_output(request.resolved, request.resume)  # again: another run may have finished here meanwhile
-    run_dir.claim(output, config.train.overwrite and request.resume is None)
-    run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
+    run_dir.prepare_folder(output, config.train.overwrite and request.resume is None)
+    run_dir.truncate_to_step(output / "metrics.jsonl", -1 if manifest is None else plan.done)
     files.open_to_append(output / "metrics.jsonl").close()
     reasons = "".join(f"# {line}\n" for line in request.resolved.lines())
     if not reasons and manifest is not None and (output / "run.yaml").is_file():  # decided at its start
@@ -393,7 +393,7 @@ def preflight(trainer: Trainer, plan: RunPlan) -> UserError | None:
     """
     if plan.done >= plan.total:
         return None
-    distributed.under_way("the trial of the largest step")
+    distributed.record_operation("the trial of the largest step")
     console.loading("running the largest step once: checks memory and compiles")
 
     def work() -> None:
@@ -583,7 +583,7 @@ class Session:
     def evaluate_untrained(self) -> None:
         """Evaluate before the first step of a new run."""
         if self.trainer.evaluation is not None and self.plan.done == 0:
-            distributed.under_way("the evaluation before step 1")
+            distributed.record_operation("the evaluation before step 1")
             with self.meter.aside("evaluation"):
                 self.meter.evaluated(0, *evaluate(self.trainer))
             if self.patience is not None:
@@ -629,7 +629,7 @@ class Session:
                 text = f"{done} evaluation{'s' * (done > 1)} without a held-out loss below {least:.4f}"
                 self.meter.write({"step": step, "stopped_early": text})
         if self.best is not None and self.best.is_best(step, loss) and not self.plan.saves(step):
-            distributed.under_way("saving the best checkpoint", step)
+            distributed.record_operation("saving the best checkpoint", step)
             with self.meter.aside("saving"):
                 self.save(step)
 
@@ -658,7 +658,7 @@ class Session:
 
     def check_ended_well(self) -> None:
         """Raise RunError after non-finite updates, or if a stop could not save its checkpoint."""
-        distributed.under_way("the last save", self.meter.last)
+        distributed.record_operation("the last save", self.meter.last)
         self.meter.end_steps()
         self.saver.settle(wait=True)
         self.meter.skips()  # waits for the last steps' flags, so that every rank has the same failure

@@ -173,7 +173,7 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def claim(output: Path | str, clean: bool) -> None:
+def prepare_folder(output: Path | str, clean: bool) -> None:
     """Create the folder, and empty it if `clean` is set. One process calls it, with the lock if there is one.
 
     Raises:
@@ -291,7 +291,7 @@ def resume_line(output: Path) -> str:
     return f"resume from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; start again"
 
 
-def cut_back(metrics: Path, step: int) -> int:
+def truncate_to_step(metrics: Path, step: int) -> int:
     """Keep the complete lines of steps up to `step`; return the number of removed lines.
 
     A kill during a write leaves a partial line. The old file stays until the new one is on disk.

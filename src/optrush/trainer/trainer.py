@@ -33,7 +33,7 @@ from optrush.optim.adamw import Optimizer, OptimizerFactory, build_optimizer
 from optrush.optim.schedule import learning_rate
 from optrush.technique import Edit, Environment
 from optrush.trainer import distributed
-from optrush.trainer.distributed import World, under_way
+from optrush.trainer.distributed import World, record_operation
 from optrush.trainer.metrics import Meter
 
 if TYPE_CHECKING:
@@ -466,14 +466,14 @@ def idle_settings(config: Config, steps: int, held_out: bool) -> Iterator[str]:
 def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], None]) -> None:
     """Run the steps of the plan; evaluate and save when due."""
     for step in plan.steps:  # ends early, at the same step on all ranks
-        under_way("reading data", step, at_once=False)
+        record_operation("reading data", step, at_once=False)
         batches: list[Batch] = []
         try:
             with meter.waiting():
                 batches = next(trainer.batches)  # this rank's micro-batches of one step
         except NoBatch:
             trainer.stop.starved = True
-        under_way("the sum of the targets", step, at_once=False)
+        record_operation("the sum of the targets", step, at_once=False)
         terms = trainer.all_reduce_terms(sum(b.n_terms for b in batches))  # over the data axes; a host number
         if trainer.stop.starved:  # a stopping rank has no batch: the previous step is the last on all ranks
             if step - 1 > plan.done:
@@ -481,9 +481,9 @@ def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], N
             return
         trainer.set_step(step)  # learning rate and random state are functions of the step
         if terms:
-            under_way("the forward and backward passes", step, at_once=False)
+            record_operation("the forward and backward passes", step, at_once=False)
             loss = trainer.forward_backward(batches, terms)  # forward, backward, reduction
-            under_way("the update", step, at_once=False)
+            record_operation("the update", step, at_once=False)
             norm, skipped = trainer.optimizer_step()  # unscale, guard, clip, step, free
         else:  # no targets on any rank: an update would still decay weights and moments
             for figure in trainer.metrics.values():
@@ -492,11 +492,11 @@ def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], N
             meter.left_out += 1
         meter.tick(step, batches, loss, norm, skipped)  # reads the device only when this step logs
         if plan.evaluates(step):
-            under_way("the evaluation", step)
+            record_operation("the evaluation", step)
             with meter.aside("evaluation"):
                 meter.evaluated(step, *evaluate(trainer))
         if plan.saves(step):
-            under_way("saving a checkpoint", step)
+            record_operation("saving a checkpoint", step)
             with meter.aside("saving"):
                 save(step)
 
