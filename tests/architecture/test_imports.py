@@ -32,7 +32,7 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 10165,
+    "data": 10170,
     "trainer": 7950,
     "models": 9060,
     "techniques": 5835,
