@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -204,16 +205,16 @@ def _texts(file: Path, data: Data, most: int, judged: bool) -> Iterator[_Read]:
     from optrush.data.schema import Chat, Judged, RowRules, parse_row, parts_of, row_text
     from optrush.errors import UserError
 
-    kind = JUDGED if judged else "grpo"  # also reads prompts without an answer
-    left, rules = MOST_CHARS, RowRules(kind, tuple(data.columns.items()), tuple(data.roles.items()))
+    kinds = (JUDGED,) if judged else ("grpo", "")  # grpo also reads prompts without an answer, but no text
+    left, rules = MOST_CHARS, [RowRules(k, tuple(data.columns.items()), tuple(data.roles.items())) for k in kinds]
     try:
         for where, raw in islice(read_rows_or_errors(file, data.reading), most):
             if left < 0:
                 return
-            try:
-                row = parse_row(where, raw, rules) if isinstance(raw, dict) else None
-            except UserError:
-                continue
+            row = None
+            for rule in rules:
+                with suppress(UserError):
+                    row = row or (parse_row(where, raw, rule) if isinstance(raw, dict) else None)
             if row is not None:
                 chats = [part for part in parts_of(row) if isinstance(part, Chat)]
                 turns = sum(len(part.messages) for part in chats)
