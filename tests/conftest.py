@@ -56,6 +56,7 @@ def _processor() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "_cpuinfo", lambda: "model name : one without matrix units\nflags : avx2\n")
+        hardware.cpu.cache_clear()  # what was asked for while tests were collected
         yield
 
 

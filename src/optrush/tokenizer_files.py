@@ -95,7 +95,10 @@ def _check_entries(folder: Path) -> bool:
 
 
 def try_reading(folder: Path, _: object = None) -> str:
-    """Return the limit that a tokenizer exceeds, or ""; call it in a separate process, which dies at its limits."""
+    """Load a tokenizer and encode a probe text in this process, whose memory and time are limited from now on.
+
+    Returns a message about what is too large; "": nothing, or the files do not load, which is reported elsewhere.
+    """
     from tokenizers import Tokenizer
 
     most_bytes = READER_bytes + 40 * sum((folder / name).stat().st_size for name in tokenizer_files(folder))
@@ -115,7 +118,7 @@ def try_reading(folder: Path, _: object = None) -> str:
         raise
     except ValueError as error:
         return f"{error}"
-    except Exception:  # missing or rejected by the library: opening it raises again
+    except Exception:
         return ""
     return f"it makes {made:,} tokens of {len(PROBE):,} characters" if made > MOST_GROWTH * len(PROBE) else ""
 

@@ -168,11 +168,10 @@ def test_every_objective(objective, call, write, here):
     assert "soups?" not in learnt[0]
 
 
-def test_pairs_are_shown_together(call, write, here, monkeypatch):
-    monkeypatch.setattr("optrush.data.samples.Maker.suits", lambda *_: None)
+def test_pairs_are_shown_together(call, write, here):
     rows = [{"prompt": f"{i} soups? ", "chosen": "Yes, two.", "rejected": "No."} for i in range(4)]
     write_rows(here / "pairs.jsonl", rows)
-    config = write(data={"path": "pairs.jsonl", "eval": None})
+    config = write(objective="dpo", data={"path": "pairs.jsonl", "eval": None})
     for sample in told(call, "show", config)["samples"]:
         chosen, rejected = sample["documents"]
         assert (chosen["name"], rejected["name"]) == ("chosen", "rejected")

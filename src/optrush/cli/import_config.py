@@ -606,6 +606,7 @@ class _Composer:
     # Objective, sizes, optimizer
 
     def _objective(self) -> None:
+        """Set the objective; move settings of any objective (`*.beta`) into its section, or note them."""
         tree, settings = self.tree, {name: value for name, value in self.facts.of.items()
                                     if name[0] == "*" and value is not None}  # fmt: skip
         objective, loss = tree.get("objective", "sft"), settings.get("*.loss")
@@ -620,7 +621,7 @@ class _Composer:
             else:
                 self.notes.append(f"{self.facts.by.get(name, name)}: no effect on {objective}")
         if tree.get("distill", {}).get("temperature", 1) != 1:
-            self.notes.append("temperature: the loss is multiplied by its square here, as in its source")
+            self.notes.append("temperature: the loss is multiplied by its square here, as in the paper")
 
     def _learnt(self) -> None:
         """Set the target tokens of a row, and the treatment of rows that are too long."""

@@ -421,9 +421,9 @@ class TheirExperts(StackedMatrices):
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
-        self.theirs = (theirs,)  # for its activation; no child
+        self.theirs = (theirs,)  # for its activation; in a tuple it is no submodule, whose parameters would count twice
         self.kinds = ("gate_up_proj" if theirs.has_gate else "up_proj", "down_proj")
-        self.transposed, self.active = theirs.is_transposed, 0
+        self.transposed, self.active = theirs.is_transposed, 0  # active: experts of a token, known at the first call
         self._parameters, theirs._parameters = theirs._parameters, {}  # otherwise `theirs` would keep values in memory
         self._buffers.update(theirs._buffers)
         self._modules.update(theirs._modules)
