@@ -32,16 +32,16 @@ ONE_SUBJECT = {
 # Lines a folder may have; "top" are the files directly in src/optrush. What is raised is raised in a commit of its own
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
-    "data": 10170,
+    "data": 10185,
     "trainer": 7950,
-    "models": 9060,
+    "models": 9067,
     "techniques": 5835,
     "kernels": 4926,
     "top": 6605,
     "cli": 4505,
     "planner": 4575,
     "benchmark": 3835,
-    "peft": 1985,
+    "peft": 1988,
     "report": 1935,
     "optim": 1015,
     "objectives": 1205,
