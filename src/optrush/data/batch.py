@@ -292,6 +292,7 @@ def _pairs(
     P: int,
     reference: np.ndarray | None,
 ) -> dict[str, Tensor]:
+    """Return `pairs`, `desirable` and, if not None, `reference` of `Batch.extra`; numbers: sample indices per row."""
     present, good = np.zeros((len(rows), P), bool), np.ones((len(rows), P), bool)
     known = np.zeros((len(rows), P, 2), np.float32)
     for b, (row, samples) in enumerate(zip(rows, numbers, strict=True)):

@@ -402,6 +402,7 @@ class Tokens:
         return Template(source, self.tokenizer.special_tokens_map, frame)
 
     def _draft(self, row: Text | Chat | Completion, train_on: str, where: RowLocation) -> _Draft:
+        """Return a row's text and its target characters; raise DataError if `train_on` does not fit the row."""
         assert train_on in TRAIN_ON, train_on
         if isinstance(row, Text):
             return _Draft(where, row.text, special=True)
@@ -549,6 +550,7 @@ class Tokens:
         return documents
 
     def _document(self, draft: _Draft, ids: np.ndarray, encoding: Encoding | None) -> Document:
+        """Return a draft's document, or raise DataError; without an encoding, token widths locate its targets."""
         ends: np.ndarray | None = None
         weights = np.ones(len(ids), np.float32) if draft.weights else None
         if encoding is None and self._widths is not None and (draft.spans or draft.seam or self._unknown is not None):

@@ -179,6 +179,7 @@ def place_images(found: dict[str, Any], named: list[str], keys: tuple[str, ...])
     left, places = iter(listed), 0
 
     def parts(content: list[Any]) -> Iterator[Any]:
+        """Yield the parts of a turn with an image part for each place; count the places in `places`."""
         nonlocal places
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else None
@@ -483,6 +484,7 @@ def thumbnails(most: int) -> Callable[[SeenImage], str]:
     left = iter(range(most))
 
     def small(seen: SeenImage) -> str:
+        """Return an image's thumbnail as a data: URL; "" after `most` calls, or if it changed or is unreadable."""
         try:
             raw = _bytes(seen.picture, seen.folder) if next(left, None) is not None else b""
             if not raw or _digest(raw) != seen.digest:

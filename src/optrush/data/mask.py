@@ -86,6 +86,7 @@ class RenderLimits:
         self._start = time.thread_time()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Restore the process's limits if the block is the outermost; raise ConfigError if a limit was exceeded."""
         if threading.get_ident() != threading.main_thread().ident:
             return
         self._depth -= 1

@@ -116,6 +116,7 @@ class Pool(Generic[Item, Result]):
         return self
 
     def __next__(self) -> Result:
+        """Return the next item's result, in the order of the items; raise its exception and close the pool."""
         self._feed()
         begun = time.monotonic()
         while self._next not in self._done:
@@ -227,6 +228,7 @@ def forked(start: Callable[[], Work[Item, Result]], count: int) -> list[Worker]:
 
 
 def _fork(start: Callable[[], Work[Item, Result]], parent: int) -> Worker:
+    """Start one fork of this process, which serves the function that `start` returns there; return its Worker."""
     ours, theirs = Pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)  # until the worker ignores them
     try:

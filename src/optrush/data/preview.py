@@ -71,6 +71,7 @@ def token_pieces(
 def _text_pieces(
     tokenizer: Any, document: Document, first: int, last: int, special: frozenset[int]
 ) -> Iterator[TextPiece]:
+    """Yield the tokens [first, last), outside images, with their text; a character's tokens form one piece."""
     ids, learnt = document.ids[:last].tolist(), document.targets[:last].tolist()
 
     def text(a: int, b: int) -> str:

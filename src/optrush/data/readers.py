@@ -522,6 +522,7 @@ def _empty(path: Path) -> DataError:
 
 
 def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
+    """Yield the numbered rows of a chunk, or reasons why they are invalid; `text_rows`: see `read_rows_or_errors`."""
     if suffix == PARQUET:
         yield from _parquet_rows(chunk)
         return
@@ -607,6 +608,7 @@ def find_files(path: str, cache: Path | None = None) -> list[Path]:
 
 
 def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
+    """Return the data files of a path; raise DataError with a similar name if no such file exists."""
     if path.startswith(HUB):
         return [_from_hub(path.removeprefix(HUB), cache)]
     place = Path(os.path.expanduser(path))

@@ -485,6 +485,7 @@ def _mapping(raw: dict[str, Any]) -> str:
 
 
 def _row(raw: dict[str, Any], sign: str, rules: RowRules, unread: set[str]) -> Row:
+    """Return the parsed row of the kind `sign`; add unread keys to `unread`; raise _Bad if the row is invalid."""
     _refuse(raw, MEDIA if sign == "text" else ROW_NOT_UNDERSTOOD, "the row")
     if sign == "text":
         return Text(_full(raw["text"], "text"))
@@ -612,6 +613,7 @@ def _alpaca(raw: dict[str, Any]) -> Chat:
 
 
 def _pair(raw: dict[str, Any], rules: RowRules, unread: set[str]) -> Pair:
+    """Return the pair; raise _Bad if it is invalid. Without `prompt`, the answers' common beginning is the prompt."""
     for key, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if raw.get(key) is None:
             raise _Bad(f"{quoted(other)} without {quoted(key)}")
@@ -741,6 +743,7 @@ def _turns(value: Any, name: str, rules: RowRules, unread: set[str]) -> tuple[Me
 
 
 def _turn(raw: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
+    """Return a turn's message; `name` is its name in errors; add unread keys to `unread`; raise _Bad if invalid."""
     if not isinstance(raw, dict):
         raise _Bad(f"{name} is {kind_of(raw)}, not an object with role and content")
     speaker, content_key = ("from", "value") if raw.get("from") is not None else ("role", "content")
@@ -797,6 +800,7 @@ def _of_all(name: str) -> str:
 def _more(
     raw: dict[str, Any], role: str, name: str, named: tuple[str, str], unread: set[str], objective: str
 ) -> dict[str, Any]:
+    """Return a turn's other Message arguments; `named`: the keys already read; add unread keys to `unread`."""
     _refuse(raw, TURN_NOT_UNDERSTOOD, name)
     if role != "assistant":
         _refuse(raw, ("tool_calls", *REASONING), f"{name}, of the role {role!r},")

@@ -344,6 +344,7 @@ def shards(
     builder, batch, chars, seen, size = Builder(), list[Parsed](), 0, 0, FIRST_rows
 
     def flush() -> None:
+        """Tokenize the rows of the batch, add them to the builder, report them to `progress`, and empty the batch."""
         nonlocal size
         good = [(where, row) for _, where, row, _ in batch if row is not None and not isinstance(row, DataError)]
         samples, reported, before = list[Samples | DataError](), 0, tokens.lossy

@@ -113,6 +113,7 @@ def quantize_blocks(x: Tensor, signed: bool, bits: Bits) -> tuple[Tensor, Tensor
 
 
 def _codes_8bit(unit: Tensor, signed: bool) -> Tensor:
+    """Return the int32 codes, 0 to 255, of the levels nearest to `unit`, float32 in [-1, 1], >= 0 if not signed."""
     size = unit.abs()
     decade = torch.zeros_like(size, dtype=torch.int32)
     for start in STARTS:

@@ -201,6 +201,7 @@ class ReferenceUpdate:
     def __call__(
         self, grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, found_inf: Tensor, first: int = 0
     ) -> None:
+        """Update weights, remainders, means and squares in place, one chunk at a time; see `GroupUpdate`."""
         group, last, device = self.group, first + len(grads), self.group.params.counts.device
         keys = group.params.count_update(first, last, found_inf)
         factors = group.params.step_factors(first, last, group.betas, lr, grad_scale)

@@ -321,6 +321,7 @@ def _finite(x: Tensor) -> Tensor:
 def _masked(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | None = None, cap: float | None = None
 ) -> Tensor:
+    """Return attention with a float32 softmax over visible (B, t, s) keys; sinks: (H,) scores without a value."""
     H, E = q.shape[2:]
     q = q.transpose(1, 2)  # (B, H, T, E)
     k, v = repeat_heads(k, H).transpose(1, 2), repeat_heads(v, H).transpose(1, 2)

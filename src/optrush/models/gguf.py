@@ -155,6 +155,7 @@ def _rope_factors(shape: ModelShape) -> Iterator[tuple[str, np.ndarray[Any, Any]
 
 
 def _write_sizes(writer: Any, hf: dict[str, Any], shape: ModelShape, kind: Kind, name: str) -> None:
+    """Add a model's name, sizes, RoPE, scales and file type to the writer's metadata."""
     import gguf
 
     spec = FAMILIES[shape.family]

@@ -90,6 +90,7 @@ class PaddedEngine:
     def _batch(
         self, rows: Sequence[tuple[int, int]], prompts: Sequence[PromptIds], drawing: Drawing
     ) -> Iterator[SampledAnswer]:
+        """Yield an answer for each of the `rows`, (index of a prompt, number of the answer), sampled as one batch."""
         device = self.model.head.weight.device
         starts = [torch.tensor(prompts[p].ids.tolist(), device=device) for p, _ in rows]
         kept: GrowingRows = (WholeRows if self.note == UNCACHED else CachedRows)(self.model, starts)

@@ -8,6 +8,7 @@ from typing import Any
 def _llama(
     width: int, ff_width: int, heads: int, layers: int, rope_factor: float, *, tied: bool, **more: Any
 ) -> dict[str, Any]:
+    """Return the config.json of a Llama 3.1 or 3.2 model; `more` adds or replaces keys."""
     rope = {
         "factor": rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192, "rope_type": "llama3",

@@ -232,6 +232,7 @@ class SamplingEngine:
             self._pass_prompts(taken)
 
     def _pass_prompts(self, taken: dict[int, list[tuple[int, int]]]) -> None:
+        """Run the prompts of `taken` (prompt -> its slots and members), set the slots' state, and draw first tokens."""
         lengths = [len(self.prompts[p].ids) for p in taken]
         documents = [
             (p, Document(np.asarray(self.prompts[p].ids, np.int32), np.zeros(n, bool)))

@@ -281,6 +281,7 @@ class ModelShape:
         return dict(self._linears())
 
     def _linears(self) -> Iterator[tuple[str, LinearShape]]:
+        """Yield the name and shape of each of the `linears`, attention before feed-forward parts."""
         D, q, s, d, P = self.width, self.heads * self.head_width, self.latent, self.delta, self.input_width
         every, mixed = tuple(range(self.layers)), () if d is None else d.layers
         attending = _others(every, mixed)
@@ -405,6 +406,7 @@ class ModelShape:
             yield f"{name}.bias", self.width
 
     def _of_layer(self, layer: int) -> Iterator[tuple[str, int]]:
+        """Yield the name within its block and number of values of each trained parameter of a layer."""
         D, d, e, s = self.width, self.delta, self.experts, self.at(layer)
         E = s.head_width
         mixed = d is not None and layer in d.layers

@@ -127,6 +127,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return t
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and return its result; record its new storages, moved values and launches in the block."""
         name = str(func.overloadpacket).partition(".")[2]
         out = _product_by_group(*args, **(kwargs or {})) if name == "_grouped_mm" else func(*args, **(kwargs or {}))
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]

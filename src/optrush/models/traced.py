@@ -133,6 +133,7 @@ def read_traced(hf: HF) -> TracedShape:
 
 @lru_cache(64)
 def _read(text: str) -> TracedShape:
+    """Return the shape traced from a model's config.json, or its stored trace; raise NoPlan if tracing fails."""
     hf = json.loads(text)
     versions = [_version(name) for name in ("torch", "transformers")]
     asked = f"a plan for a model of type {hf.get('model_type')!r}"

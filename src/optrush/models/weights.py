@@ -63,6 +63,7 @@ class Folder:
         self._open: dict[str, Any] = {}
 
     def _index(self) -> dict[str, str]:
+        """Return {tensor name: file name}; raise NeedsError if the folder has no valid index and no single file."""
         asked, index = f"the weights in {self.folder}", self.folder / INDEX
         if index.is_file():
             try:

@@ -64,6 +64,7 @@ def entry_names(kind: Kind) -> dict[str, str]:
 
 
 def _load(kind: Kind, use: str, what: str) -> Any:
+    """Return the object of an entry point, FILE.py:NAME or MODULE:NAME; raise ConfigError if it cannot be loaded."""
     place, colon, name = use.rpartition(":")
     if use.startswith(HERE):
         found, do = "an object of another Python process", f"pass it again: optrush.train(..., {kind}={name})"
@@ -93,6 +94,7 @@ def _load(kind: Kind, use: str, what: str) -> Any:
 
 
 def _file_module(path: Path, what: str) -> ModuleType:
+    """Return the module of a Python file, imported once; append its folder to `sys.path`."""
     path = Path(os.path.expanduser(path)).resolve()
     if not os.path.isfile(path):
         raise ConfigError(what, f"no file {path}", "give the file's path: FILE.py:NAME")
@@ -246,6 +248,7 @@ def blame(error: Exception) -> UserError | RunError | None:
 
 
 def _error(what: str, error: BaseException, do: str) -> UserError | RunError:
+    """Return the error for an exception, with its place in users' code: RunError during training, else ConfigError."""
     calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     plugin_calls = [call for call in calls if call[0].co_filename in _files]
     outside = [call for call in calls if f"{os.sep}optrush{os.sep}" not in call[0].co_filename]

@@ -106,6 +106,7 @@ def matching(pattern: str, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _matched(pattern: str, read: re.Pattern[str], known: tuple[str, ...]) -> Iterator[str]:
+    """Yield the names in `known` whose modules match the pattern in every layer; raise NeedsError if only in some."""
     mixers, feeders = (
         [part for part in parts if re.search(rf"(?<![a-z_]){part}(?![a-z])", pattern)] or [parts[0]]
         for parts in (MIXERS, FEEDERS)
