@@ -688,6 +688,7 @@ def nearest(name: str, known: Iterable[str], page: str = "") -> str:
 
 
 def _plain(node: yaml.Node, path: Keys, where: str, lines: dict[Keys, int]) -> Any:
+    """Return the value of a YAML node; write the line of each key path below `path` to `lines`."""
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
     kind = "map" if isinstance(node, yaml.MappingNode) else "seq" if isinstance(node, yaml.SequenceNode) else ""

@@ -56,6 +56,7 @@ def open_file(path: Path | str, buffering: int = -1) -> Any:
 
 
 def _opener(path: str, ways: int) -> int:
+    """Return a descriptor of a file, for `open`; raise NotRegularError if it is not a regular file."""
     descriptor = os.open(path, ways | os.O_NOCTTY | os.O_NONBLOCK)
     try:
         info = os.fstat(descriptor)

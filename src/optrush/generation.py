@@ -458,6 +458,7 @@ def _decoder(source: ModelSource, device: torch.device) -> tuple[Decoder, Weight
 
 
 def _loaded(source: ModelSource, device: torch.device) -> Any:
+    """Load transformers' own model, with an adapter if the source has one; raise NeedsError if they do not match."""
     if source.adapter is None:
         return load_plain(source.folder, None, device)
     if library("peft") is None:

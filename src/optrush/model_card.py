@@ -133,6 +133,7 @@ def _of_hub(path: str) -> bool:
 
 
 def _measured(told: runs.RunLog, steps: int) -> list[tuple[str, str]]:
+    """Return names and values of what a run measured up to step `steps`: tokens, speed, memory, held-out loss."""
     lines = [m for m in told.steps if m["step"] <= steps]
     evals = [m for m in told.evals if m["step"] <= steps and m["eval_loss"] is not None]
     rows: list[tuple[str, str]] = []

@@ -530,6 +530,7 @@ def instantiate(classes: Sequence[type[Technique]], wanted: Mapping[str, Mapping
 
 
 def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
+    """Return a technique with checked options; raise ConfigError for an unknown option or an invalid value."""
     from pydantic import ValidationError
 
     fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]

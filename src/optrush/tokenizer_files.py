@@ -63,6 +63,7 @@ def check_sizes(folder: Path) -> bool:
 
 
 def _check_entries(folder: Path) -> bool:
+    """Return whether normalization may make texts too long; raise ValueError for a size or id beyond its limit."""
     decoder = read_object(folder / SETTINGS).get("added_tokens_decoder")
     tables: list[Any] = [read_object(folder / ADDED), read_object(folder / "vocab.json")]
     tables += [{i: int(i) for i in decoder if i.isdecimal()}] if isinstance(decoder, dict) else []

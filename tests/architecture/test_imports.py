@@ -33,16 +33,16 @@ ONE_SUBJECT = {
 # that says what the lines buy; what shrinks is lowered with it.
 LINES = {
     "data": 10185,
-    "trainer": 7950,
+    "trainer": 7960,
     "models": 9067,
-    "techniques": 5835,
+    "techniques": 5840,
     "kernels": 4926,
-    "top": 6605,
-    "cli": 4505,
-    "planner": 4575,
+    "top": 6612,
+    "cli": 4514,
+    "planner": 4586,
     "benchmark": 3835,
     "peft": 1988,
-    "report": 1935,
+    "report": 1942,
     "optim": 1015,
     "objectives": 1205,
 }

@@ -227,6 +227,7 @@ def _check_quality(ladder: Ladder) -> None:
 
 
 def _check_lengths(ladder: Ladder) -> None:
+    """Raise ConfigError if `warmup`, `longest` or a key of `base.set` is invalid."""
     if ladder.warmup == 0 and ladder.longest is None:
         place = f"{ladder.at('warmup')}: `warmup: 0`"
         raise ConfigError(place, "the first step compiles and allocates", "use at least 1")
@@ -247,6 +248,7 @@ def _check_lengths(ladder: Ladder) -> None:
 
 
 def _check_rungs(ladder: Ladder) -> None:
+    """Raise ConfigError if a rung's name, `from`, `set` or peer is invalid."""
     names: list[str] = []
     peers: set[str] = set()
     for i, entry in enumerate(ladder.rungs):

@@ -481,6 +481,7 @@ SURE = 8  # steps to the first stop of a race; with 4, one of four races chose a
 
 
 def _rate(config: Config, result: Mapping[str, Any]) -> Chosen:
+    """Return the best learning rate of a race; raise RunError if no rate has a finite held-out loss."""
     legs, steps = result["legs"], result["steps"]
     best, rates = legs[-1], sorted({leg["rate"] for leg in legs})
     if best["loss"] is None:

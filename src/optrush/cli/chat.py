@@ -227,6 +227,7 @@ class Conversation:
 
 
 def _converse(session: Conversation) -> None:
+    """Answer lines from standard input until its end or a command to leave; print the user's errors and continue."""
     if util.find_spec("readline") is not None:
         import_module("readline")  # arrow keys and a history in input()
     asks = sys.stdin.isatty()

@@ -206,6 +206,7 @@ def _samples(
 def _rows(
     prepared: Decided, tokens: Tokens, source: Dataset, first: int, count: int, pictures: Pictures
 ) -> list[dict[str, Any]]:
+    """Return descriptions of up to `count` rows from row `first`, laid out as in training."""
     from optrush.data import preview
     from optrush.data.sampler import Stream
 
@@ -273,6 +274,7 @@ def _sample(sample: Mapping[str, Any], facts: Mapping[str, Any], colour: bool, b
 
 
 def _pack_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines with the counts of each split, refused rows, the cache and the fill of each layout."""
     columns = {name: counts for name, counts in facts["counts"].items() if counts is not None}
     yield " " * 14 + "".join(f"{name.replace('_', ' '):>14}" for name in columns)
     for key in (name for name in columns["train"] if name != "keys"):  # the summary has the keys
@@ -430,6 +432,7 @@ def _files(config: Config, asked: str) -> list[Path]:
 
 
 def _clean(config: Config, folder: Path) -> dict[str, Any]:
+    """Write the cleaned rows of the data files and a page into `folder`; return the record of what was removed."""
     from optrush.data import readers
     from optrush.data.cleaning import clean_files, write_rows
     from optrush.data.schema import row_rules

@@ -352,6 +352,7 @@ class _Composer:
         return {key: self.tree[key] for key in order if self.tree.get(key) not in ({}, None)}
 
     def _model(self) -> None:
+        """Complete the section `model`; refuse settings of tokenizer, config and weights without an equivalent."""
         model = self.tree["model"]
         if "path" not in model:
             raise self.refuse("model", "it is missing", "name one")
@@ -836,6 +837,7 @@ class _Composer:
                 self.notes.append(f"plugins: {plugin}: {foreign.SPEED.idle}")
 
     def _sharding(self) -> None:
+        """Translate sharding and parallel axes into techniques; refuse axes that do not divide the ranks."""
         sharding: Sharding | None = None
         for place in ("@accelerate", "@launcher", "@sharding", "@fsdp_config"):  # a later one overrides
             if place == "@fsdp_config" and sharding is None and self.tool != "axolotl" and self.get(place):

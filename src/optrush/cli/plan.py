@@ -166,6 +166,7 @@ def _asked(path: Path, data: str | None, name: str, *flags: list[str]) -> Config
 
 
 def _write(config: Config, name: str, result: Answer, out: Path) -> None:
+    """Write the YAML of the best setting to `out` and print its command; raise ConfigError if no setting fits."""
     from optrush.config import dump_config
 
     best = result.best
@@ -230,6 +231,7 @@ def _document(
 
 
 def _way_document(way: Way, hardware: str, price: float | None) -> dict[str, Any]:
+    """Return a method as JSON values: its setting and time, or the smallest memory if no setting fits."""
     s = way.setting
     known: dict[str, Any] = {"method": way.method, "fits": s is not None}
     if s is None:

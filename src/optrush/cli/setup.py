@@ -272,6 +272,7 @@ def _document(machine: MachineFacts) -> dict[str, object]:
 
 
 def _facts(machine: MachineFacts) -> list[str]:
+    """Return lines about the machine: GPUs, CPU, memory, disk, packages and compiler."""
     host = machine.processor
     memory = "memory unknown" if host.memory_bytes is None else _gib(host.memory_bytes)
     if host.limit_bytes is not None:
@@ -297,6 +298,7 @@ NAME = 21  # width of the column of names
 
 
 def _standing(standing: Standing) -> list[str]:
+    """Return lines about a technique: whether it runs here, what it lacks, and its options."""
     word = _colored("ok   ", "green") if standing.runs else _colored("lacks", "red")
     lines = [f"{standing.name:<{NAME}} {word}  {standing.summary}"]
     if standing.several:

@@ -134,6 +134,7 @@ def _check_flags(
 
 
 def _show_dry_run(decided: Decided, start: Literal["auto"] | Path | None, as_json: bool) -> None:
+    """Print the dry run of a configuration, as text or as one JSON object."""
     from optrush.cli.data import data_lines
     from optrush.cli.plan import memory_lines, work_lines
     from optrush.console import use_color

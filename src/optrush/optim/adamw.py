@@ -170,6 +170,7 @@ class AdamW:
     def _torch_step(
         self, grads: Mapping[int, Tensor], lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
+        """Update parameters by torch's AdamW; `grads`: index -> gradient. None: already unscaled, and finite."""
         o = self.optim
         for decays in (True, False):
             at = [i for i in grads if self.trained[i].decays == decays]

@@ -101,6 +101,7 @@ class Muon(MatrixOptimizer):
 
     @torch.no_grad()
     def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
+        """Update matrices by Muon and other parameters by AdamW, with the arguments of `Optimizer.step`."""
         chosen = range(len(self.trained)) if only is None else only
         self.step_rest(lr, grad_scale, found_inf, chosen)
         grads: list[dict[int, Tensor]] = [{} for _ in self.groups]

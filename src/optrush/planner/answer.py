@@ -164,6 +164,7 @@ def _way(
     config: Config, name: str, method: str, result: SearchResult, classes: Sequence[type[Technique]],
     tokens: float | None = None,
 ) -> Way:  # fmt: skip
+    """Return the chosen setting of a method on hardware `name`, or the least memory if no setting fits."""
     if not result.settings:
         return Way(method, (), None, result.least)
     setting = fastest = result.settings[0]

@@ -97,6 +97,7 @@ def _heap(line: Line, shape: ModelShape, T: int) -> float:
 
 
 def _parameters(s: ModelShape) -> Iterator[Line]:
+    """Yield weights, gradients and AdamW's states of each part, and copies of matrices in the matmuls' dtype."""
     vocabulary, outer = s.vocab * s.width, s.parameters - s.block_parameters
     parts: tuple[tuple[str, int, int, tuple[Tag, ...]], ...] = (
         ("blocks", s.block_parameters, s.layers, ("blocks",)),
@@ -124,6 +125,7 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
 
 
 def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
+    """Yield the tensors that all blocks save for the backward pass; `native`: our own decoder, not transformers'."""
     D, F = s.width, s.active_width
 
     def saved(name: str, reason: str, values: float, *of: Tag, role: Role = "product") -> Line:
@@ -308,6 +310,7 @@ def _delta_rule(d: DeltaShape, layers: int) -> Iterator[Line]:
 
 
 def _head(s: ModelShape) -> Iterator[Line]:
+    """Yield the tensors of the head and the loss: their inputs, the logits and gradients."""
     D, V = s.width, s.vocab
 
     def line(name: str, reason: str, values: float, role: Role, live: Live, *of: Tag) -> Line:
@@ -327,6 +330,7 @@ def _head(s: ModelShape) -> Iterator[Line]:
 
 
 def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
+    """Yield the memory of a tied weight's gradients, the update, rotary angles, the batch and the runtime."""
     # A tied weight has two gradients: the head's stays in memory until the embedding's, the last one, is added.
     values = s.vocab * s.width if s.tied else 0
     reason = "the embedding's own gradient, V D, beside the head's"
@@ -349,6 +353,7 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
 
 
 def _work(s: ModelShape, T: int, padding: float, cuda: bool) -> Iterator[WorkItem]:
+    """Yield the work of a step: padding, blocks, head, casts and the update."""
     D, F, V, L = s.width, s.active_width, s.vocab, s.layers
     o = sum(linear.weights for linear in s.linears.values() if linear.module in ("o", "delta.out_proj")) / L
     mixing = sum(linear.weights for linear in s.linears.values() if linear.module not in ("gate_up", "down")) / L

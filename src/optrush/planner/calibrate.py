@@ -167,6 +167,7 @@ def measure_rates(
 
 
 def _measured(bench: Bench, loads: Sequence[Load], seconds: float, report: Report) -> Calibration:
+    """Measure matmuls, attention, copies and launches in about `seconds`; report progress by calling `report`."""
     results: list[ProductRate | AttentionRate] = []
     parts = [(dtype, list(_trials(bench, loads, dtype))) for dtype in (bench.half, torch.float32)]
     count = sum(len(trials) for _, trials in parts)

@@ -175,6 +175,10 @@ def assumed_rates(device: Device, shape: ModelShape, T: float, seq: float) -> Ra
 
 
 def _datasheet(device: Device, shares: tuple[float, float, float, float, float, float]) -> Rates | None:
+    """Return `shares` of a datasheet's rates; None if a rate is unknown.
+
+    Shares of matmuls in 16 bits and float32, attention in 16 bits and float32, memory and link, in this order.
+    """
     half, float32 = device.half_flop_s, device.float32_flop_s
     memory, link = device.bandwidth_bytes_s, device.link_bytes_s
     if half is None or float32 is None or memory is None or link is None:

@@ -232,6 +232,7 @@ def read_rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[RungResult], 
 
 
 def _rung(record: Mapping[str, Any]) -> RungResult:
+    """Return a record as a rung's result; missing or invalid figures are None, missing texts ""."""
     get = record.get
     tries = get("tries")
     quartiles = page.numbers(get("tokens_per_s_iqr"))
@@ -405,6 +406,7 @@ def versus_summary(pairs: Sequence[Versus]) -> str:
 
 
 def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title: str, replaced: int) -> dict[str, Any]:
+    """Return the values that the template of a ladder's page needs."""
     cumulative = [r for r in shown if r.mode == "cumulative"]
     without = [r for r in shown if r.mode != "cumulative"]
     native, ours = ([r for r in some if not r.peer] for some in (shown, cumulative))
@@ -570,6 +572,7 @@ def _losses_chart(shown: Sequence[RungResult]) -> Markup:
 
 
 def _many(benches: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> dict[str, Any]:
+    """Return machines and ladders for a page that compares several folders side by side."""
     machines: list[dict[str, Any]] = []  # one per ladder and folder; its letter has a color in the charts
     for folder, records in benches:
         for ladder in dict.fromkeys(page.safe_text(r["ladder"]) for r in records):
@@ -684,6 +687,7 @@ def roofs(records: Sequence[Mapping[str, Any]]) -> list[Roof]:
 
 
 def _roof(record: Mapping[str, Any]) -> Roof | None:
+    """Return the roof of a rung; None if it failed, or has no step times or no ceiling."""
     given, repeats = record.get("ceiling_s"), record.get("step_s")
     repeats = repeats if isinstance(repeats, list) else []
     steps = [s for times in repeats if isinstance(times, list) for s in page.numbers(times)]

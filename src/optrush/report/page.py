@@ -462,6 +462,7 @@ def inline_svg(figure: Figure, title: str, description: str) -> Markup:
 
 
 def _saved(figure: Figure, kind: str, salt: str = "", **options: Any) -> bytes:
+    """Return a figure as the bytes of a file of format `kind`; `salt` determines the ids in an SVG."""
     from matplotlib import rc_context
     from matplotlib.text import Text
 

@@ -381,6 +381,7 @@ def _waits(run: RunLog) -> list[tuple[float, float | None]]:
 
 
 def _trouble(run: RunLog) -> list[str]:
+    """Return notes on waits for data, skipped updates, losses that are not finite, and a torn last line."""
     notes = []
     shares = [y for _, y in _waits(run) if y is not None]
     share = statistics.median(shares) if shares else 0.0

@@ -108,6 +108,7 @@ class Window:
         self.others = 0  # consecutive whole windows that the recording cannot replay
 
     def __call__(self, batches: list[Batch], terms: float | Tensor) -> Tensor:
+        """Return the window's loss, replayed if the batches match the recording; record again after two that do not."""
         if not self._whole(batches):
             return self.plain(batches, terms)
         alike = self.replay is None or all(map(_alike, self.inputs, batches))

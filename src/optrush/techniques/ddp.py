@@ -117,6 +117,7 @@ class Buckets:
         return ready
 
     def _launch(self) -> None:
+        """Start the all-reduce of the next bucket; make its gradients views of the flat tensor."""
         import torch
         import torch.distributed as dist
 

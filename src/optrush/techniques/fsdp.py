@@ -208,6 +208,7 @@ class Fsdp(Technique):
         return alone
 
     def _slots(self, trainer: Trainer, groups: list[Any]) -> None:
+        """Replace four functions of the trainer by functions that synchronize, reshard or gather `groups`."""
         from optrush.trainer.distributed import sum_together
 
         inner, discard, losses = trainer.grad_sync, trainer.zero_grad, trainer.eval_loss

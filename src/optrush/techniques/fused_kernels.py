@@ -140,6 +140,7 @@ class FusedKernels(Technique):
                 yield from _adapters(env, env.shape)
 
     def _activation(self, env: Environment) -> Iterator[Rule]:
+        """Yield the rules of the activation between gate, up and `down`: what is not saved, and what is added."""
         reason = "recomputed from gate and up in the backward pass"
         frozen = Part.ADAPTERS in env.claimed  # an adapter of `down` may need its input
         routed = env.shape is not None and env.shape.experts is not None  # their weights multiply the activation

@@ -59,6 +59,7 @@ class Recompute(Technique):
             chosen += again
 
         def recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            """Call a block, or its forward; recompute it in the backward pass if it was chosen."""
             # A block, or its forward. Not getattr(call, "__self__", call): compiled by torch 2.11, it returns the
             # forward itself, and nothing would be recomputed, silently.
             block = call if isinstance(call, nn.Module) else call.__self__  # type: ignore[attr-defined]

@@ -47,6 +47,7 @@ class Rope(Technique):
         return f"positions of kind {self.kind}"
 
     def config(self, hf: dict[str, Any]) -> int:
+        """Write the scaled rotary positions into the model's config `hf`, in place; return 1."""
         self._check_options()
         given = self._checked(hf)
         theta = self.base if self.base is not None else given.pop("rope_theta", hf.get("rope_theta"))

@@ -103,6 +103,7 @@ class Stepping:
         return (self.squares.sqrt() / self.trainer.scale).float(), self.skipped
 
     def _hook(self, i: int) -> Callable[[Tensor], None]:
+        """Return a hook that updates parameter `i` as soon as its gradient is complete, and frees the gradient."""
         import torch
 
         trained = self.trainer.trained[i]

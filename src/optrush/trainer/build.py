@@ -349,6 +349,7 @@ def _refuse_without_effect(trainer: Trainer, techniques: Sequence[Technique]) ->
 
 
 def _defaults(trainer: Trainer) -> None:
+    """Set the trainer's metrics, scalars and default functions, before techniques replace them."""
     device = trainer.world.device
     trainer.metrics = {name: torch.zeros((), device=device) for name in figures(trainer.config)}
     if trainer.env.shape is not None and trainer.env.shape.experts is not None:

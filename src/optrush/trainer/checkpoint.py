@@ -300,6 +300,7 @@ def save(trainer: Trainer, step: int, meta: Meta, spared: int | None = None) -> 
 
 
 def _snapshot(trainer: Trainer, step: int, meta: Meta, spared: int | None) -> Snapshot:
+    """Return this rank's tensors to save and the manifest's values after `step` updates."""
     body: dict[str, Any] = {
         "format": FORMAT,
         "step": step,
@@ -415,6 +416,7 @@ def write_tensors(
 
 
 def _commit(snapshot: Snapshot, reports: list[Any], half: Path, final: Path) -> None:
+    """Write the manifest from every rank's report, and rename `half` to `final`; keep an equal intact `final`."""
     body: dict[str, Any] = {
         **snapshot.body,
         "files": {r["file"]: {"sha256": r["sha256"], "bytes": r["bytes"]} for r in reports if r},
@@ -612,6 +614,7 @@ def first_date(manifest: Manifest | None) -> datetime.date | None:
 
 
 def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
+    """Return path and manifest text of the newest intact checkpoint or the given one, or an error, as JSON values."""
     candidates = find_checkpoints(output) if resume == "auto" else [Path(resume).resolve()]
     answer: dict[str, Any] = {"error": None, "path": None, "text": "", "passed": []}
     for path in candidates:
@@ -737,6 +740,7 @@ def check_plan(manifest: Manifest, steps: int, position: int, allow: frozenset[s
 def _check_fingerprints(
     manifest: Manifest, now: Mapping[str, str], allow: frozenset[str], data_changes: Callable[[], str | None]
 ) -> None:
+    """Raise CheckpointError for a changed fingerprint outside `allow`, or for an unknown name in `allow`."""
     then = manifest.fingerprints
     for name in sorted(allow):
         if name not in {*then, *now}:

@@ -151,6 +151,7 @@ def join(kind: str, timeout_s: float = TIMEOUT_S) -> torch.device:
 
 
 def _join_group(backend: str, timeout_s: float) -> None:
+    """Create the process group of all ranks and the watch over them; raise RunError if that fails."""
     global _watch
     rank, ranks = launched()
     limit_s = max(timeout_s, JOINING_S)

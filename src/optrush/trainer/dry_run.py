@@ -263,6 +263,7 @@ def _launch(command: str, occupied: str | None) -> list[str]:
 
 
 def _disk(d: dict[str, Any]) -> list[str]:
+    """Return lines about disk space: needed by checkpoints, the exported model and a teacher's tokens, and free."""
     free = f"{_size(d['free_bytes'])} free in {d['folder']}"
     teacher = []
     if (stored := d.get("stored_tokens_bytes")) is not None:

@@ -89,6 +89,7 @@ class Client:
         return status, values
 
     def _sent(self, path: str, body: Mapping[str, Any] | None) -> tuple[int, Any, bytes]:
+        """Send one request, GET without a body; return (status, headers, content), read until just above MOST_bytes."""
         parts = urlsplit(self.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)

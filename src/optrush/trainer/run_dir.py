@@ -422,6 +422,7 @@ def recall(output: Path, done: int, alike: Callable[[Manifest], bool]) -> tuple[
 def _recall(
     output: Path, done: int, alike: Callable[[Manifest], bool]
 ) -> tuple[int | None, float | None, list[tuple[str, str]]]:
+    """Return step and loss of the best intact checkpoint up to step `done`, or None twice, and better, damaged ones."""
     losses = dict(_pointed(output))
     for line in read_text(output / METRICS).splitlines():
         entry = files.parse_json(line)
