@@ -121,7 +121,7 @@ TOY: dict[str, Any] = {"model": "tiny", "objective": "sft", "data": {"sample": "
     ("train", "with_", "beside", "steps", "seconds", "expected"),
     [
         ({"save_every": 1.0}, {}, {"saving": (80.0, 20)}, 20, 100.0,
-         "saving every step took 80% of 100 s: train.save_every: 1.0; raise it (100: every 100 steps; 0.1: ten times a "
+         "saving every step took 80% of 100 s: train.save_every is 1.0; raise it (100: every 100 steps; 0.1: ten times a "
          "run), or set train.save: async"),
         ({"save_every": 5, "save": "async"}, {}, {"saving": (0.2, 4)}, 20, 1.0, "saving 4 times in 20 steps took 20%"),
         ({"save_every": 5}, {}, {"saving": (9.0, 4)}, 20, 100.0, ""),
@@ -129,8 +129,8 @@ TOY: dict[str, Any] = {"model": "tiny", "objective": "sft", "data": {"sample": "
         ({"save_every": 1}, {}, {"saving": (30.0, 4)}, 4, 40.0, "saving every step took 75% of 40 s"),
         ({}, {}, {"saving": (50.0, 1)}, 20, 100.0, ""),  # the last save is no choice
         ({"stop_after": 3}, {}, {"saving": (50.0, 7)}, 20, 100.0, "train.best: false"),
-        ({"eval_every": 2}, {}, {"evaluation": (0.3, 10)}, 20, 1.0, "train.eval_every: 2.0; raise it, or"),
-        ({}, {}, {"evaluation": (30.0, 5)}, 500, 100.0, "train.eval_every: 0.2; raise it"),
+        ({"eval_every": 2}, {}, {"evaluation": (0.3, 10)}, 20, 1.0, "train.eval_every is 2.0; raise it, or"),
+        ({}, {}, {"evaluation": (30.0, 5)}, 500, 100.0, "train.eval_every is 0.2; raise it"),
         ({}, {}, {"evaluation": (30.0, 1)}, 20, 100.0, "took 30% of 100 s: hold out fewer rows (data.eval)"),
         ({}, {}, {"evaluation": (0.3, 1)}, 20, 1.0, ""),
         ({}, {}, {"data": (11.0, 20)}, 20, 100.0, "waiting for data took 11% of 100 s: --with loader, or"),

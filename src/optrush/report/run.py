@@ -194,10 +194,10 @@ def beside_steps(config: Config, beside: Mapping[str, tuple[float, int]], steps:
     train, loader, evals = config.train, config.with_.get("loader"), beside["evaluation"][1]
     often = {what: "every step" if n >= steps else f"{n} times in {steps:,} steps" for what, (_, n) in beside.items()}
     smaller = "" if train.save == "async" else ", or set train.save: async"
-    saved = f"train.save_every: {train.save_every}; raise it (100: every 100 steps; 0.1: ten times a run){smaller}"
+    saved = f"train.save_every is {train.save_every}; raise it (100: every 100 steps; 0.1: ten times a run){smaller}"
     saved = "the best checkpoint; train.best: false does without it" if train.save_every is None else saved
     fewer = "hold out fewer rows (data.eval)"
-    held_out = f"train.eval_every: {train.eval_cadence(steps)}; raise it, or {fewer}" if evals > 1 else fewer
+    held_out = f"train.eval_every is {train.eval_cadence(steps)}; raise it, or {fewer}" if evals > 1 else fewer
     workers = "--with loader" if loader is None else f"raise with.loader.workers ({loader.get('workers', 2)})"
     tokenised = f"{workers}, or tokenise before the run (optrush data pack)"
     # A single save is the final one, which no key changes; in a short run a single evaluation or batch means nothing.

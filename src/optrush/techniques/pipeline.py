@@ -15,7 +15,7 @@ from optrush.planner.ledger import WAYS, Line, Match, Rule, WorkItem, add, cut, 
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 ELSE = "leave pipeline out"
-# Of a transfer between two ranks; a waiting one occupies as many multiprocessors (benchmarks/results/2xh200-pipeline).
+# Most NCCL channels of a transfer: a waiting one occupies as many multiprocessors (benchmarks/results/2xh200-pipeline).
 CHANNELS = "NCCL_MAX_P2P_NCHANNELS", "4"
 # torch.distributed.pipelining's schedules for training, and for forward passes, which may be fewer than the stages.
 CLASSES = {
