@@ -121,8 +121,8 @@ TOY: dict[str, Any] = {"model": "tiny", "objective": "sft", "data": {"sample": "
     ("train", "with_", "beside", "steps", "seconds", "expected"),
     [
         ({"save_every": 1.0}, {}, {"saving": (80.0, 20)}, 20, 100.0,
-         "saving every step took 80% of 100 s: train.save_every is 1.0; raise it (100: every 100 steps; 0.1: ten times a "
-         "run), or set train.save: async"),
+         "saving every step took 80% of 100 s: train.save_every is 1.0; raise it (100: every 100 steps; 0.1: ten times "
+         "a run), or set train.save: async"),
         ({"save_every": 5, "save": "async"}, {}, {"saving": (0.2, 4)}, 20, 1.0, "saving 4 times in 20 steps took 20%"),
         ({"save_every": 5}, {}, {"saving": (9.0, 4)}, 20, 100.0, ""),
         ({"save_every": 1}, {}, {"saving": (0.8, 9)}, 9, 1.0, ""),  # a run of a moment
@@ -167,7 +167,7 @@ def test_a_run_notes_where_its_time_goes(tmp_path, monkeypatch):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     notes = [(m["step"], m["beside_steps"].split()[:3]) for m in lines if "beside_steps" in m]
     assert notes == [(10, ["saving", "every", "step"]), (10, ["evaluation", "every", "step"])]
-    assert "train.save_every: 1.0" in said.get()
+    assert "train.save_every is 1.0" in said.get()
     (times,) = [m for m in lines if "start_s" in m]
     assert times["step"] == 13 and "resumed_at" not in times
     assert 0.5 * elapsed < times["start_s"] + times["steps_s"] + times["end_s"] < elapsed
